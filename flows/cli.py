@@ -1,0 +1,161 @@
+"""`rlstages`: the command line. Each command is a few lines; what it shows is made in `tasks/`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from rl_core.config import StageName
+from rl_core.errors import RlstagesError
+from rl_core.recipes import config_json
+from tasks import settings
+from tasks.console import Display, print_end, print_error
+
+app = typer.Typer(
+    help="RL post-training of language models as a pipeline of durable stages.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+models = typer.Typer(help="Models known by name.", no_args_is_help=True)
+app.add_typer(models, name="models")
+out, err = Console(), Console(stderr=True)
+
+Sets = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override one setting; may be repeated.")]
+Run = Annotated[str, typer.Argument(help="Name of a run.")]
+Iteration = Annotated[int, typer.Option("--iteration", min=0, help="Number of the iteration, from 0.")]
+
+
+@app.command()
+def run(
+    target: Annotated[str, typer.Argument(help="A recipe (file or short name) or the name of a run.")],
+    set_: Sets = [],  # noqa: B006 - typer copies it
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and stop.")] = False,
+) -> None:
+    """Start a run, or continue it where it stopped."""
+    from tasks.launch import prepare_run, resolve_config
+
+    config = resolve_config(target, set_)
+    if dry_run:
+        out.print_json(json.dumps(config_json(config)))
+        return
+    with out.status("checking model, environment and rewards"):
+        name = prepare_run(target, set_)
+    _flow("training_run", config.iterations, run=name)
+    _end(name)
+
+
+@app.command()
+def rerun(
+    run: Run,
+    iteration: Iteration,
+    from_: Annotated[StageName, typer.Option("--from", help="First stage to execute again.")],
+    set_: Sets = [],  # noqa: B006 - typer copies it
+    force: Annotated[bool, typer.Option("--force", help="Execute all later stages too.")] = False,
+) -> None:
+    """Execute a stage of a past iteration again; what follows it runs only where its inputs changed."""
+    from tasks.status import check_run
+
+    config = check_run(run, iteration)
+    made = _flow(
+        "rerun", config.iterations, run=run, iteration=iteration, from_stage=from_, overrides=set_ or None, force=force
+    )
+    if made["stale_after"] is not None:
+        out.print(f"policy {iteration + 1} changed: `rlstages run {run}` makes the later iterations anew")
+
+
+@app.command()
+def status(run: Run) -> None:
+    """Where a run stands: iterations, metrics, outputs, seconds."""
+    from tasks.status import print_status
+
+    print_status(out, run)
+
+
+@app.command()
+def show(
+    run: Run, iteration: Iteration, groups: Annotated[int, typer.Option(min=1, help="Groups per list.")] = 2
+) -> None:
+    """Samples of an iteration with rewards and advantages: its best and its worst groups."""
+    from tasks.status import print_samples
+
+    print_samples(out, run, iteration, groups)
+
+
+@models.command("list")
+def list_models() -> None:
+    """Names, descriptions, licences."""
+    from rl_core.models import MODELS
+
+    for name, model in MODELS.items():
+        out.print(f"[bold]{name}[/]  {model.description} ({model.license})", highlight=False)
+
+
+@models.command()
+def fetch(name: Annotated[str, typer.Argument(help="A name from `rlstages models list`.")]) -> None:
+    """Make a model's folder below models/ if it is not there."""
+    from tasks.launch import ensure_model
+    from tasks.worker import Worker
+
+    worker = Worker(settings.STATE_DIR / "logs")
+    try:
+        with out.status(f"making models/{name}"):
+            folder = ensure_model(name, worker)
+    finally:
+        worker.close()
+    out.print(f"{folder}", soft_wrap=True, highlight=False)
+
+
+@app.command()
+def up(
+    prefect_port: Annotated[int, typer.Option(help="Port of the Prefect server.")] = settings.PREFECT_PORT,
+    mlflow_port: Annotated[int, typer.Option(help="Port of the MLflow server.")] = settings.MLFLOW_PORT,
+) -> None:
+    """Run a Prefect server, MLflow's pages and a worker on this machine until Ctrl-C."""
+    from tasks.servers import serve_until_interrupted
+
+    serve_until_interrupted(out, prefect_port, mlflow_port)
+
+
+def _flow(flow: str, iterations: int, **parameters: Any) -> dict[str, Any]:
+    """Call a flow in this process with the terminal display around it."""
+    from tasks.servers import connect
+
+    with out.status("connecting to Prefect"):
+        connect()
+        import flows.training_run as flows_
+
+        settings.quiet_console()
+    with Display(out, iterations):
+        result: dict[str, Any] = getattr(flows_, flow)(**parameters)
+    return result
+
+
+def _end(name: str) -> None:
+    from tasks.status import closing_lines
+
+    print_end(out, closing_lines(name))
+
+
+def main() -> None:
+    debug = "--debug" in sys.argv
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    settings.apply_defaults()
+    try:
+        app(arguments, standalone_mode=True)
+    except RlstagesError as error:
+        if debug:
+            raise
+        print_error(err, error)
+        sys.exit(2 if error.user_error else 1)
+    except KeyboardInterrupt:
+        err.print("stopped; the same command continues it")
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

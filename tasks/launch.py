@@ -1,0 +1,138 @@
+"""From a recipe or a run's name to a run folder that can be worked on.
+
+Every mistake in what a recipe names surfaces here, before anything is written or paid for.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from rl_core.config import RunConfig
+from rl_core.errors import ConfigError, ModelError
+from rl_core.manifest import Ref, content_digest
+from rl_core.models import MODELS
+from rl_core.recipes import apply_overrides, build_config, config_json, parse_recipe
+from tasks.session import code_version, runs_dir
+from tasks.settings import STATE_DIR
+from tasks.store import RunStore, describe, publish_folder, storage_errors
+from tasks.worker import Worker
+
+RECIPES = Path(__file__).resolve().parent.parent / "deployments" / "recipes"
+MODELS_DIR = Path("models")
+CHANGEABLE = ("iterations", "execution")
+"""What a run that exists may be continued with: more iterations, other hardware settings."""
+
+
+def recipe_path(target: str) -> Path | None:
+    """The recipe file of a path or a short name below deployments/recipes; null when there is none."""
+    for path in (Path(target), RECIPES / f"{target}.toml"):
+        if path.suffix == ".toml" and path.is_file():
+            return path
+    return None
+
+
+def resolve_config(target: str, overrides: list[str]) -> RunConfig:
+    """The run config that a recipe, or the name of a run, stands for."""
+    path = recipe_path(target)
+    if path is not None:
+        return build_config(apply_overrides(parse_recipe(path.read_text(), str(path)), overrides), path.name)
+    store = RunStore(runs_dir(), target)
+    if not store.exists():
+        known = sorted(p.stem for p in RECIPES.glob("*.toml"))
+        runs = sorted(p.parent.name for p in runs_dir().glob("*/run.json"))
+        raise ConfigError(
+            f"there is no recipe and no run {target!r}",
+            expected=f"a TOML file, a recipe ({', '.join(known)}) or a run ({', '.join(runs) or 'none yet'})",
+            got=target,
+        )
+    return build_config(apply_overrides(store.record()["config"], overrides), f"run {target}")
+
+
+def prepare_run(target: str, overrides: list[str]) -> str:
+    """Create the run of a recipe, or find the one that exists; returns its name.
+
+    Raises `ConfigError` when a run of that name exists with another config, or when something the config names (model,
+    environment, reward) cannot be had. Nothing is written then.
+    """
+    config = resolve_config(target, overrides)
+    store = RunStore(runs_dir(), config.name)
+    if store.exists():
+        changed = _changes(store.record()["config"], config_json(config))
+        refused = [key for key in changed if key.split(".")[0] not in CHANGEABLE]
+        if refused:
+            raise ConfigError(
+                f"run {config.name!r} exists with another config",
+                expected="the same config; only iterations and execution may change",
+                got="different: " + ", ".join(refused),
+                todo=f"continue it with `rlstages run {config.name}`, or add --set name=... for a new run",
+            )
+        if changed:
+            with store.lock():
+                store.create(config, store.base_model(), code_version())
+        return config.name
+    worker = Worker(STATE_DIR / "logs")
+    try:
+        check_config(config, worker)
+        base_model = base_model_ref(config.model.source, worker)
+    finally:
+        worker.close()
+    with store.lock():
+        store.create(config, base_model, code_version())
+    return config.name
+
+
+def check_config(config: RunConfig, worker: Worker) -> None:
+    """Open what the config names: environment, held-out problems, rewards."""
+    found = worker.inspect(config)
+    heldout = found["heldout"]
+    if heldout is not None and heldout < config.evaluate.problems:
+        raise ConfigError(
+            "there are fewer held-out problems than the evaluation wants",
+            expected=f"evaluate.problems = {config.evaluate.problems}",
+            got=f"{heldout} held-out problems",
+            todo="lower evaluate.problems or give the environment more held-out problems",
+        )
+
+
+def base_model_ref(source: str, worker: Worker) -> Ref:
+    """Folder and digest of the model a run starts from; a model known by name is made when it is missing."""
+    if source in MODELS:
+        folder = ensure_model(source, worker)
+    else:
+        folder = Path(source)
+        if not (folder / "config.json").is_file():
+            raise ModelError(
+                f"model.source: there is no model {source!r}",
+                expected=f"a Hugging Face model folder, or one of {', '.join(MODELS)}",
+                got=f"no {folder / 'config.json'}",
+            )
+    return Ref(path=str(folder.resolve()), digest=content_digest(describe(folder)))
+
+
+def ensure_model(name: str, worker: Worker) -> Path:
+    """The folder of a model known by name; it is made once and appears whole or not at all."""
+    if name not in MODELS:
+        raise ModelError(f"there is no known model {name!r}", expected=", ".join(MODELS), got=name)
+    folder = MODELS_DIR.resolve() / name
+    if folder.is_dir():
+        return folder
+    partial = folder.with_name(f"{name}.partial-{os.getpid()}")
+    with storage_errors(folder):
+        partial.mkdir(parents=True)
+        try:
+            worker.request({"op": "fetch_model", "name": name, "folder": str(partial)}, timeout_seconds=900)
+            publish_folder(partial, folder)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    return folder
+
+
+def _changes(old: Any, new: Any, path: str = "") -> list[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = sorted(old.keys() | new.keys())
+        return [found for key in keys for found in _changes(old.get(key), new.get(key), f"{path}.{key}".lstrip("."))]
+    return [] if old == new else [path]

@@ -1,0 +1,102 @@
+"""How a child process is started, what it inherits, and how it and all that it started are ended (Linux: /proc).
+
+The kernel kills a child when the *thread* that started it ends (PR_SET_PDEATHSIG counts threads, not processes). So
+all children are started by one thread that lives as long as the interpreter: `in_spawner`.
+
+Descendants are found by parent, by session and by a mark in their environment, so that neither `setsid` nor a double
+fork hides them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+MARK, PARENT = "RLSTAGES_CHILD", "RLSTAGES_PARENT_PID"
+
+
+def child_environment(extra: dict[str, str], mark: str) -> dict[str, str]:
+    """The parent's environment, `extra` on top, and an import path equal to the parent's (working directory last)."""
+    # What every interpreter has anyway stays out: it would break other Python versions started further down.
+    own = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    own |= {f"{sysconfig.get_path('platstdlib')}/lib-dynload"}
+    paths = [os.path.abspath(entry) for entry in sys.path if not entry.endswith(".zip")]
+    paths = [extra.get("PYTHONPATH", ""), *(path for path in paths if path not in own), os.getcwd()]
+    path = os.pathsep.join(dict.fromkeys(filter(None, paths)))
+    # The hash seed decides the order of sets: fixed, so that a rerun computes the same.
+    defaults = {"PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1"}
+    marks = f"{os.environ.get(MARK, '')}/{mark}"  # a child of a child carries both
+    return {**defaults, **os.environ, **extra, "PYTHONPATH": path, MARK: marks, PARENT: str(os.getpid())}
+
+
+def kill_tree(pid: int, mark: str) -> set[int]:
+    """SIGKILL a child and its descendants; returns the descendants. The caller reaps the child."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)  # stays the root of its tree and starts nothing new until the rest is gone
+    killed: set[int] = set()
+    for _ in range(100):
+        found = descendants(pid, mark)
+        for child in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(child, signal.SIGKILL)
+        killed |= found
+        if not found:
+            break
+        time.sleep(0.01)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    return killed
+
+
+def descendants(root: int, mark: str) -> set[int]:
+    """Living processes below `root`: by parent, by session, or by the mark in their environment."""
+    family, parents = {root}, {}
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        with contextlib.suppress(OSError):  # it ended while we looked, or is another user's
+            stat = Path("/proc", name, "stat").read_text(errors="replace").rpartition(")")[2].split()
+            if stat[0] in "ZX":
+                continue
+            parents[int(name)] = int(stat[1])
+            if int(stat[3]) == root or mark.encode() in Path("/proc", name, "environ").read_bytes():
+                family.add(int(name))
+    while grown := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= grown
+    return family - {root}
+
+
+_orders: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+_spawner: threading.Thread | None = None
+_spawner_lock = threading.Lock()
+
+
+def in_spawner(start: Callable[[], Any]) -> Any:
+    """Run `start` in the thread that starts all children (module docstring) and return its result."""
+    global _spawner
+    with _spawner_lock:
+        if _spawner is None or not _spawner.is_alive():
+            _spawner = threading.Thread(target=_spawn_forever, name="rlstages-spawner", daemon=True)
+            _spawner.start()
+    future: Future[Any] = Future()
+    _orders.put((start, future))
+    return future.result()
+
+
+def _spawn_forever() -> None:
+    while True:
+        start, future = _orders.get()
+        try:
+            future.set_result(start())
+        except BaseException as error:
+            future.set_exception(error)

@@ -1,0 +1,60 @@
+"""How Prefect and MLflow are set up for this project; nothing the user has set is overridden."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+STATE_DIR = Path(".state")
+PREFECT_PORT = 4200
+MLFLOW_PORT = 5000
+
+_DEFAULTS = {
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "DO_NOT_TRACK": "1",
+    "PREFECT_CLI_PROMPT": "false",
+    "PREFECT_LOGGING_LEVEL": "WARNING",
+    "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
+    "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+    # A slot that lives in the server's memory is lost for ever when the server restarts.
+    "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ENABLE_ASYNC_LOGGING": "false",
+}
+
+
+def apply_defaults() -> None:
+    """Set the project's settings in the environment. Call it before prefect or mlflow is imported."""
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("PREFECT_HOME", str((STATE_DIR / "prefect").absolute()))
+    os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{Path('mlflow.db').absolute()}")
+
+
+def tracking_uri() -> str:
+    return os.environ["MLFLOW_TRACKING_URI"]
+
+
+@contextmanager
+def without_heartbeat() -> Iterator[None]:
+    """Run sync subflows without their heartbeat thread, whose end each would wait for up to a second."""
+    from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+
+    with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+        yield
+
+
+def quiet_console() -> None:
+    """Keep Prefect's log lines out of the terminal; they still reach its server and its UI."""
+    import logging
+
+    from prefect.logging.handlers import PrefectConsoleHandler
+
+    loggers = [logging.getLogger(), *(logging.getLogger(name) for name in list(logging.root.manager.loggerDict))]
+    for logger in loggers:
+        for handler in list(logger.handlers):
+            if isinstance(handler, PrefectConsoleHandler):
+                logger.removeHandler(handler)

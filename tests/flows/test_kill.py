@@ -1,0 +1,79 @@
+"""A run that is killed anywhere and continued ends with the same bytes as one that never was."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+STAGES = ["generate", "score", "advantage", "train", "evaluate", "register"]
+KILL_AT = Path(__file__).with_name("kill_at.py")
+
+pytestmark = pytest.mark.slow
+
+
+def digests(run: Path) -> dict[str, str]:
+    """sha256 of every Parquet file, weight and trainer file of a run, by path."""
+    files = [
+        p for p in run.glob("iterations/**/*") if p.is_file() and p.name not in ("manifest.json", "iteration.json")
+    ]
+    return {p.relative_to(run).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(files)}
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory: pytest.TempPathFactory, new_project: Callable[[Path], Any]) -> dict[str, str]:
+    """Digests of the smoke run that nobody disturbed."""
+    project = new_project(tmp_path_factory.mktemp("quiet") / "project")
+    project.call("run", "smoke")
+    found = digests(project.run_folder("smoke"))
+    assert sum("train" in name and name.endswith("model.safetensors") for name in found) == 2
+    assert sum(name.endswith(".parquet") for name in found) == 2 * len(STAGES) + 1
+    return found
+
+
+@pytest.mark.parametrize(("point", "iteration"), [("work", 0), ("publish", 1), ("record", 1)])
+def test_sigkill_in_every_stage_leaves_no_trace_in_the_result(
+    project: Any, quiet: dict[str, str], point: str, iteration: int
+) -> None:
+    """C62, C75: one run killed six times, once in each stage, equals the quiet run byte for byte."""
+    for stage in STAGES:
+        bomb = project.start(point, stage, str(iteration), "run", "smoke", driver=KILL_AT)
+        output, _ = bomb.communicate(timeout=120)
+        assert bomb.returncode == -signal.SIGKILL, f"{stage}: {output}"
+        deadline = time.monotonic() + 5
+        while project.workers() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert project.workers() == [], f"{stage}: the worker outlived its flow"
+        finished = digests(project.run_folder("smoke"))
+        whole = {name for name in finished if ".partial-" not in name}
+        assert all(finished[name] == quiet[name] for name in whole), f"{stage}: a published file differs"
+    project.call("run", "smoke")
+    assert digests(project.run_folder("smoke")) == quiet
+    assert list(project.run_folder("smoke").rglob("*.partial-*")) == []
+
+
+def test_worker_killed_from_outside_costs_one_attempt(project: Any, quiet: dict[str, str]) -> None:
+    """The stage fails with a clear error, its retry starts a new worker, and the run ends as if nothing had been."""
+    process = project.start("run", "smoke")
+    record = project.run_folder("smoke") / "iterations" / "0000" / "iteration.json"
+    deadline = time.monotonic() + 120
+    while not record.exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    worker = next(pid for pid in project.workers() if b"tasks.worker" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    os.kill(worker, signal.SIGKILL)
+    try:
+        output, _ = process.communicate(timeout=240)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    assert process.returncode == 0, output
+    assert "died before it answered" in output
+    assert digests(project.run_folder("smoke")) == quiet
