@@ -9,8 +9,8 @@ Work: 8 groups of 8 completions of 5 to 32 tokens, once with prompts of 43 token
     padded64    the same in one batch of 64 rows (43-token prompts only: with 256 it needs more than 24 GiB)
 
 Seconds are the median of `--repeats` rounds that take the variants in turn in one process. Peak memory is the peak
-resident set of a process of its own that loads the model and takes one such pass; the ratio is of the whole process, the
-figure above the loaded model stands beside it.
+resident set of a process of its own that loads the model and takes one such pass. The target holds for the whole
+process; the figure above the loaded model stands beside it.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     python benchmarks/overhead.py [--iterations 8] [--out benchmarks/results/overhead.json]
 
-Runs the smoke recipe through the real flows with the embedded Prefect server (or the one PREFECT_API_URL names) and real
-MLflow on SQLite, in a temporary folder. The first iteration pays the start of worker and engines and is shown apart.
+Runs the smoke recipe through the real flows, with the embedded Prefect server (or the one PREFECT_API_URL names) and
+real MLflow on SQLite, in a temporary folder. The first iteration pays the start of worker and engines, so it is shown
+apart.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import statistics
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 
@@ -36,9 +38,8 @@ def main() -> None:
     }
     print(f"{'iteration':>9} {'seconds':>8} {'worker':>8} {'overhead':>8}")
     for row in rows:
-        print(
-            f"{row['iteration']:>9} {row['seconds']:>8.2f} {row['worker_seconds']:>8.2f} {row['overhead_seconds']:>8.2f}"
-        )
+        values = (row["seconds"], row["worker_seconds"], row["overhead_seconds"])
+        print(f"{row['iteration']:>9} " + " ".join(f"{value:>8.2f}" for value in values))
     print(
         f"overhead per iteration, first one apart: median {result['overhead_seconds_median']:.2f} s, "
         f"max {result['overhead_seconds_max']:.2f} s"
@@ -77,7 +78,7 @@ def measure(iterations: int) -> list[dict[str, float]]:
             "worker_seconds": after[1] - before[1],
             "overhead_seconds": (after[0] - before[0]) - (after[1] - before[1]),
         }
-        for number, (before, after) in enumerate(zip(marks, marks[1:], strict=False))
+        for number, (before, after) in enumerate(pairwise(marks))
     ]
 
 

@@ -15,7 +15,6 @@ from rl_core.config import (
     AlgorithmConfig,
     AlgorithmName,
     KlConfig,
-    KlName,
     LearnerConfig,
     OverlongConfig,
 )

@@ -34,7 +34,6 @@ METRICS: dict[str, Metric] = {
     "completion/tokens_mean": Metric("tokens", "tokens of the policy per completion"),
     "completion/tokens_max": Metric("tokens", "the longest of them"),
     "completion/tokens_total": Metric("tokens", "tokens sampled in the iteration"),
-    "completion/tokens_total": Metric("tokens", "tokens sampled in the iteration"),
     "prompt/tokens_mean": Metric("tokens", "tokens of a prompt, chat template included"),
     "prompt/dropped": Metric("prompts", "prompts passed over because they were longer than the limit"),
     # train, one value per optimizer step; means and extremes over the tokens it computed, null without any

@@ -100,6 +100,7 @@ def choose_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
 def load_policy(folder: Path, device: torch.device | str, dtype: torch.dtype) -> Policy:
     """Load a Hugging Face model folder. Every weight the model has must be in the files, and nothing else."""
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if not (folder / "config.json").is_file():
@@ -119,11 +120,12 @@ def load_policy(folder: Path, device: torch.device | str, dtype: torch.dtype) ->
                 attn_implementation="sdpa",
                 local_files_only=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # not ignored: `_check_weights` names them
             )
             model, info = loaded
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
             model.generation_config.validate(strict=True)  # saving would refuse it, but only after the training
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(
             f"the model in {folder.name!r} cannot be loaded",
             expected="config, safetensors weights and tokenizer that transformers can load",
@@ -201,9 +203,18 @@ def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def _context_tokens(model: Any, folder: Path) -> int:
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(limit, int):
+    """Positions the model knows, or the window of its attention: the 4-D masks of the engines know no windows."""
+    from transformers import DynamicCache
+
+    layers = DynamicCache(config=model.config).layers
+    limits: list[Any] = [getattr(model.config.get_text_config(), "max_position_embeddings", None)]
+    limits += [window for layer in layers if (window := getattr(layer, "sliding_window", None)) is not None]
+    strange = {type(layer).__name__ for layer in layers} - {"DynamicLayer", "DynamicSlidingWindowLayer"}
+    if strange or not all(isinstance(limit, int) for limit in limits):
         raise ModelError(
-            f"the config in {folder.name!r} gives no context length", expected="max_position_embeddings", got=str(limit)
+            f"the engines cannot run the model in {folder.name!r}",
+            expected="a decoder with attention in every layer and max_position_embeddings in its config",
+            got=", ".join(sorted(strange)) or f"context limits {limits}",
+            todo="take a decoder such as Llama, Qwen or SmolLM",
         )
-    return limit
+    return int(min(limits))

@@ -13,6 +13,7 @@ from rl_core.config import RegistryConfig
 from rl_core.evaluation import compare, problem_means
 from rl_core.fingerprint import canonical_json
 from rl_core.manifest import Manifest
+from rl_core.schemas import DECISIONS
 from tasks.store import read_manifest
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ def recorded(
     tags = version.tags
     if tags.get("evaluation_digest") != candidate.evaluation_digest or tags.get("criteria") != _criteria(config):
         return None
-    decision: Decision = {**json.loads(tags["decision"]), "iteration": candidate.iteration}
+    written = {**json.loads(tags["decision"]), "iteration": candidate.iteration}
+    decision: Decision = {name: written[name] for name in DECISIONS.names}
     if tags["gate"] == "pending" and (champion is None or str(champion.version) != str(version.version)):
         current = champion.tags.get("checkpoint_sha256") if champion is not None else None
         return decision if current == decision["champion_digest"] else None

@@ -40,7 +40,8 @@ def open_client(tracking_uri: str) -> MlflowClient:
         os.environ.setdefault(name, value)
     from mlflow import MlflowClient
 
-    logging.getLogger("alembic").setLevel(logging.WARNING)
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(os.environ["MLFLOW_LOGGING_LEVEL"])
     database = sqlite_file(tracking_uri)
     if database is None or tracking_uri in _INITIALISED:
         return MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)

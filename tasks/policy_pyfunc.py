@@ -37,10 +37,11 @@ class PolicyModel(PythonModel):
         from rl_core.engines.sampler_transformers import TransformersSampler
 
         policy = self._policy
+        tokenizer: Any = policy.tokenizer
         requests = []
         for index, text in enumerate(model_input):
             fitted = fit_prompt(
-                policy.tokenizer,
+                tokenizer,
                 [{"role": "user", "content": text}],
                 limit=policy.context_tokens - 1,
                 overlong="fail",
@@ -50,7 +51,7 @@ class PolicyModel(PythonModel):
             budget = completion_budget(len(fitted[1]), self._max_completion_tokens, policy.context_tokens)
             requests.append(SampleRequest(fitted[1], [0], budget))
         answers = TransformersSampler(policy, 64).sample(requests, 0.0)
-        return [decode_completion(policy.tokenizer, answer[0].token_ids) for answer in answers]
+        return [decode_completion(tokenizer, answer[0].token_ids) for answer in answers]
 
 
 def verify(folder: Path, digest: str) -> None:

@@ -29,7 +29,7 @@ def child_environment(extra: dict[str, str], mark: str) -> dict[str, str]:
     """The parent's environment, `extra` on top, and an import path equal to the parent's (working directory last)."""
     # What every interpreter has anyway stays out: it would break other Python versions started further down.
     own = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    own |= {f"{sysconfig.get_path('platstdlib')}/lib-dynload"}
+    own |= {f"{sysconfig.get_path('stdlib')}/lib-dynload"}
     paths = [os.path.abspath(entry) for entry in sys.path if not entry.endswith(".zip")]
     paths = [extra.get("PYTHONPATH", ""), *(path for path in paths if path not in own), os.getcwd()]
     path = os.pathsep.join(dict.fromkeys(filter(None, paths)))

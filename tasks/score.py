@@ -7,7 +7,7 @@ from typing import Any
 
 from rl_core.config import RunConfig
 from rl_core.engines.base import Progress
-from rl_core.errors import RewardFailedError
+from rl_core.errors import RewardContractError, RewardFailedError
 from rl_core.schemas import TRAJECTORIES, rewards_schema
 from tasks.scoring import RowScore
 from tasks.stage import Outcome, StageContext, stage
@@ -33,6 +33,7 @@ def score(context: StageContext, services: Services, progress: Progress) -> Outc
     known = _scored_before(context, names)
     missing = [row for row in rows if (row["group_id"], row["sample_id"]) not in known]
     pool = services.rewards(config)
+    _check_sources(pool.digests, context)
     scores = pool.score(missing, on_error=config.scoring.on_error)
     progress(len(rows), len(rows))
     fresh = {
@@ -52,6 +53,17 @@ def score(context: StageContext, services: Services, progress: Progress) -> Outc
         metrics=metrics,
         measured={"reward_seconds": dict(pool.seconds), "rows_scored": len(missing), "rows_kept": len(known)},
     )
+
+
+def _check_sources(digests: dict[str, str], context: StageContext) -> None:
+    """The fingerprint names the source of each reward: the processes must run that very source."""
+    changed = [name for name, digest in digests.items() if digest != context.facts["rewards"][name]]
+    if changed:
+        raise RewardContractError(
+            f"the source of reward {', '.join(changed)} changed after the run was opened",
+            expected="one source for the fingerprint and the scores",
+            todo="run again: the new source gives a new score folder",
+        )
 
 
 def _reward_row(row: dict[str, Any], score: RowScore, config: RunConfig) -> dict[str, Any]:

@@ -31,13 +31,13 @@ from rl_core.errors import CorruptOutputError, RunError, StorageError
 from rl_core.manifest import MANIFEST_NAME, FileEntry, Manifest, Ref, content_digest
 from rl_core.recipes import build_config
 
-_VERIFIED: dict[tuple[str, int, int], str] = {}
-"""sha256 by (path, bytes, mtime in ns): a file is hashed once per process as long as it does not change."""
+_VERIFIED: dict[tuple[str, int, int, int], str] = {}
+"""sha256 by (path, bytes, mtime, ctime in ns): a file is hashed once per process as long as it does not change."""
 
 
 def _sha256(path: Path) -> str:
     stat = path.stat()
-    key = (str(path), stat.st_size, stat.st_mtime_ns)
+    key = (str(path), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
     if key not in _VERIFIED:
         with path.open("rb") as file:
             _VERIFIED[key] = hashlib.file_digest(file, "sha256").hexdigest()

@@ -32,10 +32,8 @@ _RUN_TAG = "rlstages.run"
 _KEY_TAG = "rlstages.run_key"
 _CONFIG_TAG = "rlstages.config_sha256"
 _RETRY_DELAYS = (0.2, 1.0)
-_PAUSE_SECONDS = 30.0
-"""After an outage, entries are only collected for so long before MLflow is tried again."""
-_SLOW_SECONDS = 5.0
-"""A call that failed after so long is not tried again at once: the server hangs."""
+_PAUSE_SECONDS = 30.0  # after an outage, entries are only collected for so long before MLflow is tried again
+_SLOW_SECONDS = 5.0  # a call that failed after so long is not tried again at once: the server hangs
 _REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST")
 
 _log = logging.getLogger("rlstages.tracking")

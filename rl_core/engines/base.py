@@ -57,8 +57,8 @@ class TrainRow:
         action_mask: [completion tokens], true where the policy chose the token.
         advantage: advantage of every action token.
         sampler_logprobs: [completion tokens], nats, at the sampling temperature.
-        keep: false: contributes no gradient, but still counts in the denominators. A row that is outside these too comes
-            with an action mask that is false throughout.
+        keep: false: contributes no gradient, but still counts in the denominators. A row outside these too has an
+            action mask that is false throughout.
     """
 
     group_id: int

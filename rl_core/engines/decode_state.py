@@ -6,7 +6,7 @@ Shapes: P prompts, R rows, H key-value heads, C columns (prompt and completion),
 from __future__ import annotations
 
 from collections.abc import Sequence
-from os.path import commonprefix
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ SHARED_PREFIX_MIN = 8
 """A common beginning of fewer tokens is cheaper to compute once per prompt than in a pass of its own."""
 
 
-class BufferLayer(CacheLayerMixin):
+class BufferLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """Keys and values of one layer in buffers [R, H, C, D], of which the first `used` columns are filled.
 
     The dynamic cache of transformers copies everything at every token; this one writes one column.
@@ -30,7 +30,7 @@ class BufferLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, capacity: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.capacity, self.used = capacity, 0
         self.buffers: tuple[Tensor, Tensor] | None = None
 
@@ -70,7 +70,7 @@ class BufferLayer(CacheLayerMixin):
 
 
 class DecodeState:
-    """The rows of one batch, at first one per prompt; `choose` repeats and drops rows, `advance` appends a token to each.
+    """The rows of one batch, at first one per prompt; `choose` repeats and drops rows, `advance` adds a token to each.
 
     Attributes:
         logits: [R, V], float32, of the next token of every row.
@@ -83,16 +83,14 @@ class DecodeState:
         self.policy = policy
         self.lengths = np.array([len(prompt) for prompt in prompts])
         # the last token of a prompt is never shared: its logits are wanted for every prompt
-        shared = len(commonprefix([list(prompt[:-1]) for prompt in prompts])) if len(prompts) > 1 else 0
-        shared = shared if shared >= SHARED_PREFIX_MIN else 0
+        shared = _shared_tokens([prompt[:-1] for prompt in prompts])
         width = int(self.lengths.max()) - shared
         count = policy.model.config.get_text_config().num_hidden_layers
         self.layers = [BufferLayer(shared + width) for _ in range(count)]
         self.cache = Cache(layers=list(self.layers))
         if shared:
             head = torch.tensor([prompts[0][:shared]])
-            mask = torch.ones(shared, shared, dtype=torch.bool).tril()
-            self._forward(head, torch.arange(shared)[None], mask[None, None])
+            self._forward(head, torch.arange(shared)[None], torch.ones(1, shared, shared, dtype=torch.bool).tril())
             self._choose_layers(np.zeros(len(prompts), np.int64), width)
         ids = torch.full((len(prompts), width), policy.pad_id)
         self.real = torch.ones(len(prompts), shared + width, dtype=torch.bool)  # [R, C]: no padding
@@ -104,7 +102,7 @@ class DecodeState:
         columns = torch.arange(shared + width)
         causal, itself = columns <= columns[shared:, None], columns == columns[shared:, None]
         # padding looks at itself, or its attention would be 0/0
-        self._forward(ids, positions, ((self.real[:, None] & causal) | itself)[:, None])
+        self._forward(ids, positions, (self.real[:, None] & causal) | itself)
 
     def choose(self, rows: npt.NDArray[np.int64], spare: int) -> None:
         """Keep the rows `rows` (one may come several times), with room for `spare` further tokens."""
@@ -116,7 +114,7 @@ class DecodeState:
     def advance(self, tokens: Tensor) -> None:
         """Append one token per row, [R]."""
         self.real = torch.nn.functional.pad(self.real, (0, 1), value=True)
-        self._forward(tokens[:, None], torch.from_numpy(self.lengths)[:, None], self.real[:, None, None])
+        self._forward(tokens[:, None], torch.from_numpy(self.lengths)[:, None], self.real[:, None])
         self.lengths = self.lengths + 1
 
     def _choose_layers(self, rows: npt.NDArray[np.int64], spare: int) -> None:
@@ -125,14 +123,23 @@ class DecodeState:
             layer.choose(index, spare)
 
     def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor) -> None:
+        """`ids` and `positions` [R, n]; `mask` [R, n, C], true where a position sees a column."""
         model: Any = self.policy.model
         device = self.policy.device
+        # as numbers to add to the scores, or the attention kernel would convert the mask again in every layer
+        hidden = torch.zeros(mask.shape, dtype=self.policy.dtype).masked_fill_(~mask, float("-inf"))
         out = model(
             input_ids=ids.to(device),
             position_ids=positions.to(device),
-            attention_mask=mask.to(device),
+            attention_mask=hidden[:, None].to(device),
             cache=self.cache,
             use_cache=True,
             logits_to_keep=1,  # only the last position: [R, 1, V]
         )
         self.logits = out.logits[:, -1].float()
+
+
+def _shared_tokens(prompts: Sequence[Sequence[int]]) -> int:
+    """How many tokens to prefill once for all prompts."""
+    same = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(*prompts, strict=False)))
+    return same if len(prompts) > 1 and same >= SHARED_PREFIX_MIN else 0

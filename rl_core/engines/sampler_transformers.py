@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +19,17 @@ from torch import Tensor
 
 from rl_core.engines.base import Completion, Progress, SampleRequest
 from rl_core.engines.decode_state import DecodeState
+from rl_core.engines.packed_linear import packed_linears
 from rl_core.errors import DataError, NonFiniteError
 from rl_core.models import Policy
 from rl_core.seeds import uniforms
 
 LEAVE_FRACTION = 1 / 8
 """Finished rows leave the batch when they are this share of it: copying the cache then costs less than they do."""
+PACK_STEPS = 8
+"""Packing the weights takes about as long as two steps, so it pays from this many on."""
+BLOCK = 256
+"""Tokens whose probabilities are summed first: exact running sums are then short, and none is as long as V."""
 
 
 class TransformersSampler:
@@ -33,6 +39,8 @@ class TransformersSampler:
         """`rows_limit`: completions decoded together at most. It decides memory and speed, not what is sampled."""
         self.policy = policy
         self.rows_limit = rows_limit
+        embedding: Any = policy.model.get_input_embeddings()
+        self.vocabulary = int(embedding.weight.shape[0])
 
     def sample(
         self, requests: Sequence[SampleRequest], temperature: float, progress: Progress | None = None
@@ -45,11 +53,15 @@ class TransformersSampler:
         found = [[Completion([], [], "length") for _ in request.seeds] for request in requests]
         done = sum(len(request.seeds) for request in requests if not request.max_new_tokens)
         total = sum(len(request.seeds) for request in requests)
-        model = self.policy.model
+        model: Any = self.policy.model
         was_training = model.training
+        longest = max((request.max_new_tokens for request in requests), default=0)
         model.eval()
         try:
-            with torch.inference_mode():
+            with (
+                torch.inference_mode(),
+                packed_linears(model, min(total, self.rows_limit) if longest >= PACK_STEPS else 0),
+            ):
                 for parts in _batches(requests, self.rows_limit):
                     completions = _decode(self.policy, parts, temperature)
                     for part in parts:
@@ -63,13 +75,13 @@ class TransformersSampler:
         return found
 
     def _check(self, request: SampleRequest, number: int) -> None:
-        length, vocabulary = len(request.prompt_ids), self.policy.model.get_input_embeddings().weight.shape[0]
+        length = len(request.prompt_ids)
         if not length:
             raise DataError(f"request {number} has an empty prompt", expected="at least one token", got="none")
-        if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocabulary:
+        if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= self.vocabulary:
             raise DataError(
                 f"request {number} holds a token that the model does not know",
-                expected=f"ids from 0 to {vocabulary - 1}",
+                expected=f"ids from 0 to {self.vocabulary - 1}",
                 got=f"ids from {min(request.prompt_ids)} to {max(request.prompt_ids)}",
             )
         if request.max_new_tokens < 0 or length + request.max_new_tokens > self.policy.context_tokens:
@@ -153,17 +165,37 @@ def draw(logits: Tensor, uniform: npt.NDArray[np.float64], temperature: float) -
 
     Returns:
         Token ids [R] and float32 log-probs [R] in nats. A token of probability 0 is never drawn.
+
+    Raises:
+        NonFiniteError: a row has no distribution.
     """
     if temperature not in (0.0, 1.0):
         logits = logits / temperature
     peak = logits.amax(-1, keepdim=True)
-    cumulative = (logits - peak).exp_().cumsum(-1)
-    total = cumulative[:, -1:]
+    weights = (logits - peak).exp_()
+    padding = -weights.shape[1] % BLOCK
+    blocks = (torch.nn.functional.pad(weights, (0, padding)) if padding else weights).view(len(weights), -1, BLOCK)
+    sums = blocks.sum(-1).double().cpu()  # [R, V / BLOCK]; a running sum on a GPU is not deterministic
+    total = sums.sum(-1, keepdim=True)
+    if not torch.isfinite(total).all():
+        raise NonFiniteError("the policy's logits are not finite", expected="finite numbers", got="NaN or infinity")
     if temperature == 0.0:
         chosen = logits.argmax(-1, keepdim=True)
     else:
-        # The threshold stays below the total, or rounding would let it pass the last token that has any probability.
-        share = torch.from_numpy(uniform).to(logits.device, logits.dtype)[:, None]
-        threshold = torch.minimum(share * total, torch.nextafter(total, torch.zeros_like(total)))
-        chosen = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=logits.shape[1] - 1)
-    return chosen[:, 0], (logits.gather(1, chosen) - peak - total.log())[:, 0]
+        block, rest = _locate(sums, torch.from_numpy(uniform)[:, None] * total)
+        index = block.to(blocks.device)[:, :, None].expand(-1, 1, BLOCK)
+        inside = blocks.gather(1, index)[:, 0].double().cpu()  # [R, BLOCK]
+        chosen = (block * BLOCK + _locate(inside, rest)[0]).to(logits.device)
+    return chosen[:, 0], (logits.gather(1, chosen) - peak)[:, 0] - total[:, 0].log().to(logits.device, logits.dtype)
+
+
+def _locate(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the running sum of `weights` [R, n] passes `target` [R, 1], and what of the target is left at that place.
+
+    Rounding can put a target at or above the total, or a hair below zero; both ends fall on a positive weight.
+    """
+    running = weights.cumsum(-1)
+    last = running[:, -1:]
+    target = torch.minimum(target, torch.nextafter(last, torch.zeros_like(last))).clamp_(min=0)
+    place = torch.searchsorted(running, target, right=True).clamp_(max=weights.shape[1] - 1)
+    return place, target - (running.gather(1, place) - weights.gather(1, place))

@@ -30,7 +30,7 @@ def source_digest(call: Callable[..., Any]) -> str:
     target = inspect.unwrap(target)
     name = getattr(target, "__module__", None) or type(target).__module__
     if name.startswith(_BUILT_IN):
-        names = sorted({path.partition(":")[0] for path in REWARDS.values()})
+        names = sorted({path.partition(":")[0] for path in REWARDS.values()} | {"rl_core.rewards.math_symbolic"})
         parts = [*map(_source, names), *(f"{library} {metadata.version(library)}" for library in _LIBRARIES)]
         return sha256_text(canonical_json(parts))
     return sha256_text(canonical_json([_source(name)]))

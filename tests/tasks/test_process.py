@@ -140,6 +140,7 @@ def test_progress_and_environment(kid: Callable[..., ChildProcess]) -> None:
     assert about["args"] == ["one", "two"] and about["cwd"] == os.getcwd() and about["env"]["SPECIAL"] == "yes"
     wanted = [os.path.abspath(entry) for entry in sys.path if not entry.endswith(".zip")]
     assert set(wanted) <= set(map(os.path.abspath, about["path"]))
+    assert "lib-dynload" not in about["env"]["PYTHONPATH"]  # no standard library: it belongs to one version of Python
     assert about["sid"] == child.pid != os.getsid(0)
 
 

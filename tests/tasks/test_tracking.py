@@ -84,7 +84,7 @@ def test_a_crash_anywhere_around_sending_logs_once(folder: Path) -> None:
         resumed = open_here(folder)
         resumed.log_stage("score", 0, {"reward/mean": 0.25, ODD: 1.0}, "a")
         assert resumed.run_id == tracker.run_id
-        assert history(resumed, "reward/mean") == [(0, 0.25)] or kept is lines[:-2]
+        assert history(resumed, "reward/mean") == [(0, 0.25)]
         assert resumed._ledger.pending(resumed.run_id) == []
     assert len(resumed.client.search_runs(["1"])) == 1
 

@@ -1,0 +1,127 @@
+"""Reruns of a stage, seen from outside: what is executed, what is reused, what lies on disk and in Prefect."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import polars as pl
+import pyarrow.parquet as pq
+import pytest
+
+pytestmark = pytest.mark.slow
+STAGES = ["generate", "score", "advantage", "train", "evaluate", "register"]
+
+
+def stamps(run: Path, stage: str = "*") -> dict[str, int]:
+    files = run.glob(f"iterations/[0-9]*/{stage}/*/*")
+    return {str(path.relative_to(run)): path.stat().st_mtime_ns for path in sorted(files) if path.is_file()}
+
+
+def record(run: Path, iteration: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / f"iterations/{iteration:04d}/iteration.json").read_text())
+    return found
+
+
+def task_runs(project: Any, flow_run_name: str) -> list[dict[str, Any]]:
+    """Task runs of the newest flow run of that name, in the order of their start."""
+    api = project.env["PREFECT_API_URL"]
+    flows = httpx.post(
+        f"{api}/flow_runs/filter",
+        json={"flow_runs": {"name": {"any_": [flow_run_name]}}, "sort": "START_TIME_DESC", "limit": 1},
+    ).json()
+    body = {"task_runs": {"flow_run_id": {"any_": [flows[0]["id"]]}}, "sort": "EXPECTED_START_TIME_ASC"}
+    found: list[dict[str, Any]] = httpx.post(f"{api}/task_runs/filter", json=body).json()
+    return found
+
+
+def artifacts(project: Any, key: str) -> list[dict[str, Any]]:
+    api = project.env["PREFECT_API_URL"]
+    body = {"artifacts": {"key": {"any_": [key]}}, "sort": "CREATED_DESC"}
+    found: list[dict[str, Any]] = httpx.post(f"{api}/artifacts/filter", json=body).json()
+    return found
+
+
+@pytest.fixture
+def run(project: Any) -> Path:
+    name = "rerun-" + project.folder.parent.name.replace("_", "-")[-40:].strip("-")
+    project.call("run", "smoke", "--set", f"name={name}")
+    folder: Path = project.run_folder(name)
+    return folder
+
+
+def test_rerun_from_score_executes_no_generation_and_reuses_the_rest(project: Any, run: Path) -> None:
+    before, made = stamps(run), record(run, 0)
+    project.call("rerun", run.name, "--iteration", "0", "--from", "score")
+    assert stamps(run) == before
+    assert record(run, 0) == made
+    states = {task["name"]: task["state_name"] for task in task_runs(project, f"{run.name}/it0000")}
+    assert states == {f"it0000/{stage}": "Reused" for stage in STAGES}
+
+
+def test_rerun_with_another_weight_lies_beside_and_reaches_what_depends_on_it(project: Any, run: Path) -> None:
+    before, made = stamps(run), record(run, 0)
+    project.call("rerun", run.name, "--iteration", "0", "--from", "score", "--set", "rewards.0.weight=2.0")
+    after, remade = stamps(run), record(run, 0)
+    assert {path: after[path] for path in before} == before, "an old file was touched"
+    assert remade["overrides"] == ["rewards.0.weight=2.0"]
+    same = {stage for stage in STAGES if remade["stages"][stage] == made["stages"][stage]}
+    assert same == {"generate"}
+    scores = pl.read_parquet(run / remade["stages"]["score"]["folder"] / "*.parquet")
+    assert (scores["reward"] == 2 * scores["reward_format_regex"]).all()
+
+    # Policy 1 changed, so iteration 1 is stale: the run makes it anew from the new policy, and is then complete.
+    project.call("run", run.name)
+    assert record(run, 1)["policy"]["digest"] == remade["stages"]["train"]["digest"]
+    assert record(run, 1)["complete"]
+    policies = {row["policy_digest"] for row in pq.read_table(_part(run, 1, "generate")).to_pylist()}
+    assert policies == {remade["stages"]["train"]["digest"]}
+
+
+def _part(run: Path, iteration: int, stage: str) -> Path:
+    return run / record(run, iteration)["stages"][stage]["folder"] / "part-0000.parquet"
+
+
+def test_what_prefect_shows(project: Any, run: Path) -> None:
+    """Names, tags and artifacts of an iteration."""
+    tasks = task_runs(project, f"{run.name}/it0001")
+    assert [task["name"] for task in tasks] == [f"it0001/{stage}" for stage in STAGES]
+    tags = {task["name"].split("/")[1]: set(task["tags"]) for task in tasks}
+    assert tags["generate"] >= {"stage:generate", "rollout"}
+    assert tags["train"] >= {"stage:train", "train"}
+    assert tags["score"] >= {"stage:score", "score"}
+    summary = artifacts(project, f"{run.name}-summary")
+    assert len(summary) == 2 and "mean reward" in summary[0]["data"] and "| train | executed |" in summary[0]["data"]
+    assert len(artifacts(project, f"{run.name}-metrics")) == 2
+    assert "experiments" in artifacts(project, f"{run.name}-mlflow")[0]["data"]
+    progress = artifacts(project, f"{run.name}-generate")
+    assert progress and float(progress[0]["data"]) == 100.0
+
+
+def test_every_table_opens_with_pyarrow_and_polars(project: Any, run: Path) -> None:
+    """C72: the tables of several runs and iterations are one table per stage, with one schema."""
+    project.call("run", "smoke", "--set", "iterations=1", "--set", "seed=5", "--set", "name=other")
+    root = project.folder / "runs"
+    for stage in STAGES:
+        files = sorted(root.glob(f"*/iterations/*/{stage}/*/*.parquet"))
+        assert len({file.relative_to(root).parts[0] for file in files}) == 2
+        rows = sum(pq.read_table(file).num_rows for file in files)
+        assert len({pq.read_schema(file).remove_metadata() for file in files}) == 1
+        lazy = pl.scan_parquet(str(root / f"*/iterations/*/{stage}/*/*.parquet"))
+        assert lazy.select(pl.len()).collect().item() == rows > 0
+        assert lazy.collect().height == rows
+    trajectories = pl.scan_parquet(str(root / "*/iterations/*/generate/*/*.parquet")).collect()
+    lengths = trajectories.select(
+        *(pl.col(name).list.len() for name in ("completion_ids", "sampler_logprobs", "action_mask"))
+    )
+    assert (lengths["completion_ids"] == lengths["sampler_logprobs"]).all()
+    assert (lengths["completion_ids"] == lengths["action_mask"]).all()
+
+
+def test_show_and_status(project: Any, run: Path) -> None:
+    shown = project.call("show", run.name, "--iteration", "0")
+    assert "best groups" in shown and "worst groups" in shown and "advantage" in shown
+    assert "2 of 2 iterations complete" in project.call("status", run.name)
+    assert "has no iteration 7" in project.call("show", run.name, "--iteration", "7", expect=2)
