@@ -57,8 +57,9 @@ def measure(iterations: int) -> list[dict[str, float]]:
 
     servers.connect()
     from flows.training_run import training_run
+    from tasks.events import StageEvent, observed
     from tasks.launch import prepare_run
-    from tasks.session import OBSERVERS, StageEvent, current_session
+    from tasks.session import current_session
 
     settings.quiet_console()
     name = prepare_run("smoke", [f"iterations={iterations}"])
@@ -69,8 +70,8 @@ def measure(iterations: int) -> list[dict[str, float]]:
         if begins or event.kind == "completed":
             marks.append((time.monotonic(), current_session(name).worker_seconds))
 
-    OBSERVERS.append(observe)
-    training_run(name)
+    with observed(observe):
+        training_run(name)
     return [
         {
             "iteration": number,

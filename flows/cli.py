@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from rl_core.config import StageName
 from rl_core.errors import RlstagesError
+from rl_core.execution import StageName
 from rl_core.recipes import config_json
 from tasks import settings
 from tasks.console import Display, print_end, print_error

@@ -14,6 +14,6 @@ from tasks.session import open_session, runs_dir
 def evaluation(run: str, policy: int, overrides: list[str] | None = None) -> dict[str, Any]:
     """Evaluate policy number `policy` of a run (0 is the model it started from) and return the metrics."""
     with open_session(run, runs_dir()) as session:
-        session.begin_evaluation(policy, overrides or [])
-        result = evaluate(run, policy - 1, train=session.position(policy).policy)
+        session.iterations.begin_evaluation(policy, overrides or [])
+        result = evaluate(run, policy - 1, train=session.iterations.position(policy).policy)
         return {"run": run, "policy": policy, "folder": result.folder, "metrics": result.metrics}

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from prefect import flow
-from tasks.register import register
 
 from rl_core.manifest import Ref
 from tasks.advantage import advantage
 from tasks.evaluate import evaluate
 from tasks.generate import generate
+from tasks.iterations import Position
+from tasks.register import register
 from tasks.score import score
-from tasks.session import Position, current_session
+from tasks.session import current_session
 from tasks.stage import Mode
 from tasks.summary import publish_summary
 from tasks.train import train
@@ -32,8 +33,8 @@ def iteration(
     Stages named in `execute` run even if their output is there; all others run only if their inputs or config changed.
     """
     session = current_session(run)
-    session.begin_iteration(Position(iteration, policy, cursor), overrides)
-    due = session.stages_due(iteration)
+    session.iterations.begin(Position(iteration, policy, cursor), overrides)
+    due = session.iterations.stages_due(iteration)
 
     def mode(stage: str) -> Mode:
         return "execute" if stage in (execute or ()) else "reuse"

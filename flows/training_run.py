@@ -7,13 +7,14 @@ from typing import Any
 from prefect import flow
 
 from flows.iteration import iteration
-from rl_core.config import StageName
 from rl_core.errors import RunError
+from rl_core.execution import StageName
 from rl_core.manifest import Ref
 from rl_core.stages import stages_from
 from tasks.evaluate import evaluate
+from tasks.iterations import Position
 from tasks.launch import prepare_run
-from tasks.session import Position, Session, open_session, runs_dir
+from tasks.session import Session, open_session, runs_dir
 from tasks.settings import without_heartbeat
 from tasks.summary import generation_progress
 
@@ -23,7 +24,7 @@ def training_run(run: str, overrides: list[str] | None = None) -> dict[str, Any]
     """Start or continue a run, by its name or by a recipe: what is complete stays, what is stale or missing is made."""
     run = prepare_run(run, overrides or [])
     with open_session(run, runs_dir()) as session, generation_progress():
-        position = session.resume_position()
+        position = session.iterations.resume_position()
         if position.iteration == 0:
             evaluate(run, -1, train=session.base_model)
         while position.iteration < session.config.iterations:
@@ -37,10 +38,10 @@ def rerun(
 ) -> dict[str, Any]:
     """Execute one stage of one iteration again; what follows it runs only if its inputs changed (`force`: always)."""
     with open_session(run, runs_dir()) as session, generation_progress():
-        position = session.position(iteration)
+        position = session.iterations.position(iteration)
         execute = stages_from(from_stage) if force else [from_stage]
         following = _step(session, position, [*execute], overrides)
-        stale = session.resume_position().iteration <= iteration < session.config.iterations - 1
+        stale = session.iterations.resume_position().iteration <= iteration < session.config.iterations - 1
         return {"run": run, "policy": following.policy.model_dump(), "stale_after": iteration if stale else None}
 
 

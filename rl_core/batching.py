@@ -7,9 +7,9 @@ A packed row of a prompt of P tokens and two completions a, b:
     position id       0 … P-1   P P+1 …       P P+1 …      (restarted: b stands where a stands)
     segment           0         1             2            (-1 at padding)
 
-A completion token sees the prompt and the earlier tokens of its own segment. Logits at position p score the next token
-of the segment, so the first token of every completion is scored by the last prompt position, and the last scored token
-of a completion is never fed. Every mask comes from lengths, never from token values: pad may equal eos.
+A completion token sees the prompt and its own segment so far. Logits at position p score the next token of the segment:
+the first token of every completion is scored by the last prompt position, and the last scored one is never fed. Masks
+come from lengths, never from token values: pad may equal eos.
 
 Shapes: R packed rows, L row length, N scored tokens of the micro-batch, T completion tokens of all rows end to end.
 """
@@ -59,8 +59,7 @@ class Arranged:
     @property
     def action_lengths(self) -> Tensor:
         """[B], action tokens per row."""
-        counts = torch.zeros(len(self.rows), dtype=torch.int64)
-        return counts.index_add_(0, self.row_of_token, self.action_mask.long())
+        return torch.bincount(self.row_of_token[self.action_mask], minlength=len(self.rows))
 
 
 @dataclass(frozen=True)
@@ -114,14 +113,14 @@ def _check_row(row: TrainRow, before: TrainRow | None) -> None:
             f"{where} has columns of different length",
             expected=f"one action_mask and one sampler_logprobs entry for each of its {tokens} completion tokens",
             got=f"{len(row.action_mask)} and {len(row.sampler_logprobs)}",
-            todo="rerun the run from its generate stage",
+            todo="rerun from the generate stage",
         )
     if not len(row.prompt_ids):
-        raise DataError(f"{where} has no prompt token", expected="at least one", todo="check the environment's prompts")
+        raise DataError(f"{where} has no prompt token", expected="at least one", todo="check the environment")
     if before is None or before.group_id != row.group_id:
         return
     if before.sample_id == row.sample_id:
-        raise DataError(f"{where} occurs twice", expected="each key once", todo="rerun the run from its generate stage")
+        raise DataError(f"{where} occurs twice", expected="each key once", todo="rerun from the generate stage")
     if list(before.prompt_ids) != list(row.prompt_ids):
         raise DataError(
             f"{where} has another prompt than the rest of its group",
@@ -142,9 +141,9 @@ def rows_with_signal(arranged: Arranged, every_token: bool) -> list[int]:
 def minibatches(arranged: Arranged, count: int, shuffle_seed: int) -> list[list[int]]:
     """Split the rows into `count` lists of row indices, one per optimizer step of a pass.
 
-    Groups are never split; with fewer groups than lists some are empty. Groups stand in the order of a hash of (seed,
-    group_id). The lists are the same in every epoch (`step_order` shuffles them): the same micro-batches round a row's
-    log-probs in the same way, so that the ratio is exactly 1 until a weight changes.
+    Groups are never split, and stand in the order of a hash of (seed, group_id). The lists are the same in every epoch
+    (`step_order` shuffles them): the same micro-batches round a row's log-probs in the same way, so that the ratio is
+    exactly 1 until a weight changes.
     """
     members: dict[int, list[int]] = {}
     for i, row in enumerate(arranged.rows):
@@ -234,13 +233,8 @@ def _build(arranged: Arranged, packed: list[_Packed]) -> MicroBatch:
             scored_at.append(r * shape[1] + before[chosen])
             tokens.append(arranged.starts[i] + chosen)
             at += fed
-    return MicroBatch(
-        torch.from_numpy(input_ids),
-        torch.from_numpy(position_ids),
-        torch.from_numpy(segments),
-        torch.from_numpy(np.concatenate(scored_at)),
-        torch.from_numpy(np.concatenate(tokens)),
-    )
+    arrays = (input_ids, position_ids, segments, np.concatenate(scored_at), np.concatenate(tokens))
+    return MicroBatch(*map(torch.from_numpy, arrays))
 
 
 def block_mask(segments: Tensor) -> Tensor:

@@ -6,19 +6,17 @@ same numbers are computed and never does.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, model_validator
+
+from rl_core.execution import ExecutionConfig
+from rl_core.section import Section
 
 AlgorithmName = Literal["grpo", "dr_grpo", "rloo", "dapo", "reinforce"]
 AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce"]
 KlName = Literal["k1", "k2", "k3", "k3_st"]
 AggregationName = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_sum_fixed_norm"]
-StageName = Literal["generate", "score", "advantage", "train", "evaluate", "register"]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class ModelConfig(Section):
@@ -129,7 +127,7 @@ class AlgorithmConfig(Section):
 class LearnerConfig(Section):
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate of AdamW."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """AdamW moment decay rates."""
     eps: float = Field(default=1e-8, gt=0)
     """AdamW epsilon."""
@@ -167,7 +165,7 @@ class EvaluateConfig(Section):
 
 
 class RegistryConfig(Section):
-    model_name: str = ""
+    model_name: str = Field(default="", pattern=r"^[\w.\- ]*$")
     """Registered model in MLflow; empty takes the run's name."""
     method: Literal["paired_bootstrap", "mcnemar_midp"] = "paired_bootstrap"
     """Comparison of challenger and champion on the same problems."""
@@ -175,35 +173,6 @@ class RegistryConfig(Section):
     """Largest loss of accuracy that still counts as not worse."""
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
     """One-sided confidence of the comparison."""
-
-
-class ExecutionConfig(Section):
-    """Where and how fast: never part of a fingerprint, always recorded."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the embedded engines."""
-    threads: int | None = Field(default=None, ge=1)
-    """Compute threads of the worker; null takes all cores it may use."""
-    micro_batch_tokens: int = Field(default=4096, ge=16)
-    """Padded tokens of one forward and backward pass."""
-    logit_chunk_tokens: int = Field(default=256, ge=1)
-    """Positions whose logits exist at the same time."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
-    generate_rows: int = Field(default=512, ge=1)
-    """Completions decoded together."""
-    reward_processes: int = Field(default=2, ge=1)
-    """Processes that run reward functions."""
-    reward_batch_rows: int = Field(default=64, ge=1)
-    """Rows in one call of a reward function; groups are kept whole where they fit."""
-    timeout_seconds: dict[StageName, float] = Field(default_factory=dict)
-    """Limit per stage; the stage's processes are killed when it is passed."""
-    retries: dict[StageName, int] = Field(default_factory=dict)
-    """Retries per stage; a stage not named has one."""
-    retry_delay_seconds: float = Field(default=1.0, ge=0)
-    """Pause before a retry."""
-    tags: dict[StageName, list[str]] = Field(default_factory=dict)
-    """Resource tags per stage, beside the built-in ones; Prefect limits concurrency by tag."""
 
 
 class RunConfig(Section):

@@ -93,7 +93,7 @@ class _TokenLogprobs(torch.autograd.Function):
             part = slice(at, at + ctx.chunk_tokens)
             z = _logits(hidden[part], head, ctx.temperature)
             z.sub_(logsumexp[part, None]).exp_().mul_(-weight[part, None])
-            z.scatter_add_(1, targets[part, None], weight[part, None])
+            z[torch.arange(len(z), device=z.device), targets[part]] += weight[part]
             z = z.to(head.dtype)
             grad_hidden[part] = z @ head
             if grad_head is None:

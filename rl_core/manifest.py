@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import Field, JsonValue
 
-from rl_core.config import Section
 from rl_core.fingerprint import canonical_json, sha256_text
+from rl_core.section import Section
 
 MANIFEST_NAME = "manifest.json"
 

@@ -14,7 +14,8 @@ from pydantic import JsonValue
 
 from rl_core import schemas
 from rl_core.algorithms import resolve
-from rl_core.config import RunConfig, StageName
+from rl_core.config import RunConfig
+from rl_core.execution import StageName
 
 Facts = dict[str, Any]
 """What the config only names: digests of `environment`, `reference`, `rewards` (by name), and the prompt `cursor`."""
@@ -49,7 +50,7 @@ def _generate(config: RunConfig, facts: Facts) -> dict[str, JsonValue]:
     in_reward = config.algorithm.kl.coef > 0 and config.algorithm.kl.place == "reward"
     return {
         "engine": "transformers",
-        "dtype": config.model.dtype,
+        "dtype": facts["dtype"],
         "max_context_tokens": config.model.max_context_tokens,
         "environment": facts["environment"],
         "generate": config.generate.model_dump(mode="json"),
@@ -74,7 +75,7 @@ def _advantage(config: RunConfig, facts: Facts) -> dict[str, JsonValue]:
         "overlong": [algorithm.norm_length, overlong.buffer_tokens, overlong.factor] if overlong else None,
         "truncation": algorithm.truncation,
         "truncated_reward": algorithm.truncated_reward if algorithm.truncation == "reward_override" else None,
-        "kl_in_reward": [kl.coef, kl.estimator] if algorithm.needs_kl_penalty else None,
+        "kl_in_reward": [kl.coef, kl.resolved_estimator] if algorithm.needs_kl_penalty else None,
         # It keeps groups whose rewards are equal: they have no advantage, and the KL term still moves them.
         "kl_in_loss": kl.coef > 0 and kl.place == "loss",
     }
@@ -85,12 +86,12 @@ def _train(config: RunConfig, facts: Facts) -> dict[str, JsonValue]:
     kl = algorithm.kl if algorithm.needs(config.learner).ref_in_loss else None
     return {
         "engine": "torch",
-        "dtype": config.model.dtype,
+        "dtype": facts["dtype"],
         "loss": algorithm.loss,
         "clip": [algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip],
         "aggregation": algorithm.aggregation,
         "norm_length": algorithm.norm_length if algorithm.aggregation == "seq_sum_fixed_norm" else None,
-        "kl": [kl.coef, kl.estimator, facts["reference"]] if kl else None,
+        "kl": [kl.coef, kl.resolved_estimator, facts["reference"]] if kl else None,
         "learner": config.learner.model_dump(mode="json"),
         "temperature": config.generate.temperature,
         "iterations": config.iterations if config.learner.schedule != "constant" else None,
@@ -101,7 +102,7 @@ def _evaluate(config: RunConfig, facts: Facts) -> dict[str, JsonValue]:
     judge = config.judge
     return {
         "engine": "transformers",
-        "dtype": config.model.dtype,
+        "dtype": facts["dtype"],
         "max_context_tokens": config.model.max_context_tokens,
         "environment": facts["environment"],
         "prompt": [config.generate.max_prompt_tokens, config.generate.overlong_prompt],

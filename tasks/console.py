@@ -12,7 +12,7 @@ from rich.text import Text
 
 from rl_core.errors import RlstagesError
 from rl_core.stages import STAGES
-from tasks.session import OBSERVERS, StageEvent
+from tasks.events import StageEvent, observed
 from tasks.stage import StageResult
 
 
@@ -32,16 +32,17 @@ class Display:
             transient=True,
         )
         self._bars: dict[str, TaskID] = {}
+        self._observing = observed(self)
 
     def __enter__(self) -> Display:
-        OBSERVERS.append(self)
+        self._observing.__enter__()
         self._progress.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        OBSERVERS.remove(self)
+        self._observing.__exit__(kind, error, trace)
         self._progress.stop()
 
     def __call__(self, event: StageEvent) -> None:

@@ -13,7 +13,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from tasks.store import storage_errors
+from tasks.files import storage_errors
 
 Entry = dict[str, Any]
 CONTENT = ("metrics", "dataset")

@@ -6,53 +6,25 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rl_core.config import RunConfig
 from rl_core.errors import RunError
 from rl_core.fingerprint import canonical_json, fingerprint
 from rl_core.manifest import FileEntry, Manifest, Ref, content_digest
-from rl_core.recipes import apply_overrides, build_config, config_json
-from rl_core.stages import STAGES, Facts
+from rl_core.stages import Facts
+from tasks.events import EventKind, StageEvent, tell
+from tasks.files import storage_errors
+from tasks.iterations import Iterations
 from tasks.stage import Mode, Outcome, Stage, StageContext, StageResult
-from tasks.store import RunStore, read_manifest, storage_errors
+from tasks.store import RunStore
 from tasks.tracking import Tracker, open_tracker
 from tasks.worker import Worker
 
-EventKind = Literal["started", "progress", "finished", "failed", "completed"]
-
-
-@dataclass(frozen=True)
-class StageEvent:
-    """What an observer is told: a stage started, got on, finished or failed, or a whole iteration is complete."""
-
-    kind: EventKind
-    run: str
-    iteration: int
-    stage: str
-    done: int = 0
-    total: int = 0
-    result: StageResult | None = None
-    error: BaseException | None = None
-
-
-OBSERVERS: list[Callable[[StageEvent], None]] = []
-"""Called in the flow process for every event of every open run: the terminal's bars, Prefect's progress artifact."""
-
 _OPEN: dict[str, Session] = {}
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where an iteration starts: its number, the policy it reads, the prompts consumed before it."""
-
-    iteration: int
-    policy: Ref
-    cursor: int
 
 
 class Session:
@@ -65,103 +37,28 @@ class Session:
         self.worker = Worker(store.path / "logs", self.config.execution.threads)
         self.worker_seconds = 0.0
         self._facts: dict[str, Facts] = {}
-        self._records: dict[int, dict[str, Any]] = {}
+        self.iterations = Iterations(store, self.config, self.base_model)
         self._tracker: Tracker | None = None
 
-    # -- iterations ---------------------------------------------------------------------------------------------------
-    def resume_position(self) -> Position:
-        """The first iteration that is not complete, or whose inputs have changed since it was made."""
-        position = Position(0, self.base_model, 0)
-        while position.iteration < self.config.iterations:
-            following = self._following(position)
-            if following is None:
-                break
-            position = following
-        return position
-
-    def position(self, iteration: int) -> Position:
-        """Where a given iteration starts. Raises `RunError` when an earlier one is not complete."""
-        position = Position(0, self.base_model, 0)
-        while position.iteration < iteration:
-            following = self._following(position)
-            if following is None:
-                raise RunError(
-                    f"iteration {position.iteration} of run {self.store.name!r} is not complete",
-                    expected=f"complete iterations before {iteration}",
-                    todo=f"continue the run first: rlstages run {self.store.name}",
-                )
-            position = following
-        return position
-
-    def _following(self, at: Position) -> Position | None:
-        record = self.store.iteration(at.iteration)
-        if not record or not record["complete"]:
-            return None
-        if record["policy"]["digest"] != at.policy.digest or record["cursor"] != at.cursor:
-            return None
-        manifests = {name: read_manifest(self.store.path / made["folder"]) for name, made in record["stages"].items()}
-        if any(manifest is None for manifest in manifests.values()):
-            return None
-        generated, trained = manifests["generate"], record["stages"]["train"]
-        assert generated is not None
-        cursor = generated.state["cursor"]
-        assert isinstance(cursor, int)
-        return Position(at.iteration + 1, Ref(path=trained["folder"], digest=trained["digest"]), cursor)
-
-    def begin_iteration(self, at: Position, overrides: list[str] | None = None) -> None:
-        """Open the record of an iteration; `overrides` replace those it was made with before."""
-        record = self.store.iteration(at.iteration) or {"iteration": at.iteration, "overrides": [], "stages": {}}
-        if overrides is not None:
-            record["overrides"] = overrides
-        record |= {"policy": at.policy.model_dump(), "cursor": at.cursor, "complete": False}
-        self._records[at.iteration] = record
-        self.config_for(at.iteration)  # an override that does not fit is refused before anything is written
-        self.store.iteration_dir(at.iteration).mkdir(parents=True, exist_ok=True)
-        self.store.write_iteration(at.iteration, record)
-
-    def begin_evaluation(self, policy: int, overrides: list[str]) -> None:
-        """Prepare a stand-alone evaluation of a policy: it lies beside the run's own and enters no iteration record."""
-        self._records[policy - 1] = {"overrides": overrides, "cursor": 0, "detached": True}
-
     def end_iteration(self, iteration: int) -> None:
-        """Mark the iteration complete; stages that it no longer has leave its record."""
-        record = self._records[iteration]
-        record["stages"] = {s: made for s, made in record["stages"].items() if s in self.stages_due(iteration)}
-        record["complete"] = True
-        self.store.write_iteration(iteration, record)
-        self._tell("completed", iteration, "")
-
-    def stages_due(self, iteration: int) -> list[str]:
-        """The stages of an iteration: all six, or the first four between two evaluations."""
-        config = self.config_for(iteration)
-        due = (iteration + 1) % config.evaluate.every == 0 or iteration + 1 == config.iterations
-        return list(STAGES) if due else [name for name in STAGES if name not in ("evaluate", "register")]
-
-    def config_for(self, iteration: int) -> RunConfig:
-        record = self._records.get(iteration)
-        overrides = record["overrides"] if record else []
-        if not overrides:
-            return self.config
-        return build_config(
-            apply_overrides(config_json(self.config), overrides), f"iteration {iteration} with overrides"
-        )
+        self.iterations.end(iteration)
+        tell(StageEvent("completed", self.store.name, iteration))
 
     # -- stages -------------------------------------------------------------------------------------------------------
     def facts(self, config: RunConfig, iteration: int) -> Facts:
-        key = canonical_json(
-            [config.environment.model_dump(mode="json"), [r.model_dump(mode="json") for r in config.rewards]]
-        )
+        named = config.model_dump(mode="json", include={"seed", "model", "environment", "rewards"})
+        key = canonical_json([named, config.execution.device])
         if key not in self._facts:
             self._facts[key] = self.worker.inspect(config)
-        record = self._records.get(iteration)
-        return {**self._facts[key], "cursor": record["cursor"] if record else 0, "reference": self.base_model.digest}
+        cursor, reference = self.iterations.cursor(iteration), self.base_model.digest
+        return {**self._facts[key], "cursor": cursor, "reference": reference}
 
     def run_stage(self, stage: Stage[Any], iteration: int, inputs: dict[str, Ref], mode: Mode) -> StageResult:
         """Take the stage's output if it is there, else execute the stage and publish what it writes."""
         spec, started = stage.spec, time.monotonic()
         self._tell("started", iteration, spec.name)
         try:
-            config = self.config_for(iteration)
+            config = self.iterations.config(iteration)
             facts = self.facts(config, iteration)
             identity = spec.identity(config, facts)
             seed_key = [config.seed, iteration]
@@ -264,18 +161,11 @@ class Session:
         return outcome, [FileEntry.model_validate(entry) for entry in reply["files"]]
 
     def _record(self, result: StageResult, iteration: int) -> None:
-        record = self._records.get(iteration)
-        if record is None or record.get("detached"):
-            return
         made = {"folder": result.folder, "fingerprint": result.fingerprint, "digest": result.digest}
-        if record["stages"].get(result.stage) != made:
-            record["stages"][result.stage] = made
-            self.store.write_iteration(iteration, record)
+        self.iterations.add(iteration, result.stage, made)
 
     def _tell(self, kind: EventKind, iteration: int, stage: str, **more: Any) -> None:
-        event = StageEvent(kind, self.store.name, iteration, stage, **more)
-        for observer in list(OBSERVERS):
-            observer(event)
+        tell(StageEvent(kind, self.store.name, iteration, stage, **more))
 
     def _track(self, result: StageResult, iteration: int, manifest: Manifest) -> None:
         metrics = dict(manifest.metrics)

@@ -20,13 +20,15 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 import pyarrow.parquet as pq
 from pydantic import JsonValue
 
-from rl_core.config import RunConfig, Section, StageName
+from rl_core.config import RunConfig
 from rl_core.engines.base import Progress
 from rl_core.errors import DataError, RlstagesError
+from rl_core.execution import StageName
 from rl_core.manifest import FileEntry, Ref
 from rl_core.recipes import build_config, config_json
+from rl_core.section import Section
 from rl_core.stages import STAGES, Facts, StageSpec
-from tasks.store import describe
+from tasks.files import describe
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State, TaskRun
@@ -160,7 +162,7 @@ class Stage(Generic[S]):
         """Run the stage of one iteration as a Prefect task. `inputs` by name, as in `StageSpec.reads`."""
         from tasks.session import current_session
 
-        execution = current_session(run).config_for(iteration).execution
+        execution = current_session(run).iterations.config(iteration).execution
         name = self.spec.name
         task = self._task.with_options(
             retries=execution.retries.get(name, 1),
@@ -168,7 +170,8 @@ class Stage(Generic[S]):
             tags=[f"stage:{name}", *self.spec.tags, *execution.tags.get(name, [])],
         )
         refs = {key: (value.ref if isinstance(value, StageResult) else value) for key, value in inputs.items()}
-        result: StageResult = task(run, iteration, mode, refs)
+        # A task that returns a state, as "Reused" does, hands out the state itself; `result` opens both kinds alike.
+        result: StageResult = task(run, iteration, mode, refs, return_state=True).result()
         return result
 
     @cached_property

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 from uuid import UUID
 
-from tasks.session import OBSERVERS, Session, StageEvent
+from tasks.events import StageEvent, observed
+from tasks.session import Session
 from tasks.stage import StageResult
 
 HEADLINES = {
@@ -101,9 +102,5 @@ class GenerateProgress:
 @contextmanager
 def generation_progress() -> Iterator[None]:
     """Show generation as a progress artifact in Prefect."""
-    observer = GenerateProgress()
-    OBSERVERS.append(observer)
-    try:
+    with observed(GenerateProgress()):
         yield
-    finally:
-        OBSERVERS.remove(observer)

@@ -19,9 +19,9 @@ from rl_core.fingerprint import canonical_json
 from rl_core.manifest import Ref, content_digest
 from rl_core.recipes import build_config, config_json
 from tasks.datasets import read_rows
+from tasks.files import storage_errors, verify
 from tasks.process import ChildProcess, serve
 from tasks.stage import StageContext, load_stage
-from tasks.store import storage_errors, verify
 
 if TYPE_CHECKING:
     from rl_core.engines.learner_torch import TorchLearner
@@ -123,6 +123,7 @@ def _inspect(config: RunConfig, services: Services) -> Message:
     environment.prompt("heldout", 0)
     columns = sorted(first.data)
     return {
+        "dtype": str(services.engines(config).dtype).removeprefix("torch."),
         "environment": environment.digest,
         "heldout": environment.size("heldout"),
         "rewards": {reward.name: reward_digest(reward, columns) for reward in config.rewards},

@@ -18,8 +18,8 @@ from rl_core.batching import Arranged, MicroBatch, arrange, microbatches, step_o
 from rl_core.engines.base import Progress, StepPlan, StepStats, TrainRow
 from rl_core.engines.forward import check_shared_prefix, forward_mode, longest_sequence, score_tokens
 from rl_core.engines.optimizer import Optimizer, learning_rate
-from rl_core.engines.step import Minibatch, Tally, split_update
-from rl_core.errors import ConfigError, DataError, NonFiniteError
+from rl_core.engines.step import Minibatch, Tally, check_rows, non_finite, split_update, ticker
+from rl_core.errors import ConfigError
 from rl_core.losses import TokenBatch
 from rl_core.models import Policy, save_policy
 
@@ -67,7 +67,7 @@ class TorchLearner:
             ConfigError: a KL term in the loss without a reference.
         """
         arranged = arrange(rows)
-        self._check(arranged)
+        check_rows(arranged, longest_sequence(self.policy))
         return self._update(arranged, plan, progress)
 
     def logprobs(
@@ -75,7 +75,7 @@ class TorchLearner:
     ) -> list[list[float | None]]:
         """Log-probs in nats at the plan's temperature, per row in the order given; null where not an action token."""
         arranged = arrange(rows)
-        self._check(arranged)
+        check_rows(arranged, longest_sequence(self.policy))
         policy = self._reference_policy() if reference else self.policy
         batches = microbatches(arranged, range(len(arranged.rows)), plan.micro_batch_tokens)
         values = self._score(policy, arranged, batches, plan, lambda: None).tolist()
@@ -104,32 +104,10 @@ class TorchLearner:
             )
         return self.reference
 
-    def _check(self, arranged: Arranged) -> None:
-        limit = longest_sequence(self.policy)
-        for row in arranged.rows:
-            where = f"group {row.group_id}, sample {row.sample_id}"
-            if not math.isfinite(row.advantage):
-                raise _non_finite("advantage", where, row.advantage)
-            length = len(row.prompt_ids) + len(row.completion_ids)
-            if length > limit:
-                raise DataError(
-                    f"a train row is longer than the model's context ({where})",
-                    expected=f"at most {limit} tokens",
-                    got=f"{length}",
-                    todo="lower generate.max_prompt_tokens or generate.max_completion_tokens",
-                )
-        kept = torch.tensor([row.keep for row in arranged.rows], dtype=torch.bool)[arranged.row_of_token]
-        bad = torch.nonzero(kept & arranged.action_mask & ~torch.isfinite(arranged.sampler_logprobs))
-        if len(bad):
-            at = int(bad[0])
-            row = arranged.rows[int(arranged.row_of_token[at])]
-            where = f"group {row.group_id}, sample {row.sample_id}"
-            raise _non_finite("sampler log-prob", where, float(arranged.sampler_logprobs[at]))
-
     def gradients(self, rows: Sequence[TrainRow], plan: StepPlan) -> StepStats:
         """Loss and metrics of one step over all rows; its gradients stay in the weights' `grad`, no step is taken."""
         arranged = arrange(rows)
-        self._check(arranged)
+        check_rows(arranged, longest_sequence(self.policy))
         single = plan.learner.model_copy(update={"minibatches": 1, "update_epochs": 1})
         update, (mini,) = self._prepare(arranged, replace(plan, learner=single), None)
         self.optimizer.forget_gradients()
@@ -144,7 +122,7 @@ class TorchLearner:
         reference = self._reference_policy() if needs.ref_in_loss else None
         minis = split_update(arranged, plan, algorithm)
         batches = [batch for mini in minis for batch in mini.batches]
-        tick = _ticker(progress, len(batches) * (plan.learner.update_epochs + needs.old + needs.ref_in_loss))
+        tick = ticker(progress, len(batches) * (plan.learner.update_epochs + needs.old + needs.ref_in_loss))
         update = _Update(
             arranged=arranged,
             advantages=torch.tensor([row.advantage for row in arranged.rows], dtype=torch.float32),
@@ -204,7 +182,7 @@ class TorchLearner:
         norm = self.optimizer.gradient_norm()
         for what, value in (("loss", tally.loss), ("gradient norm", norm)):
             if not math.isfinite(value):
-                raise _non_finite(what, f"optimizer step {number}", value)
+                raise non_finite(what, f"optimizer step {number}", value)
         metrics = tally.metrics() | {
             "learner/loss": tally.loss,
             "learner/grad_norm": norm,
@@ -238,24 +216,3 @@ class TorchLearner:
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.collect()
         tally.add(float(loss.detach()), len(targets), result.metrics, result.peaks)
-
-
-def _ticker(progress: Progress | None, total: int) -> Callable[[], None]:
-    done = 0
-
-    def tick() -> None:
-        nonlocal done
-        done += 1
-        if progress is not None:
-            progress(done, total)
-
-    return tick
-
-
-def _non_finite(what: str, where: str, value: float) -> NonFiniteError:
-    return NonFiniteError(
-        f"non-finite {what} ({where}); no weight was changed",
-        expected="a finite number",
-        got=str(value),
-        todo="look at the rewards and log-probs of that iteration; lower learner.lr if the run had diverged",
-    )

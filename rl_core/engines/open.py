@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from rl_core.config import ExecutionConfig, RunConfig
+from rl_core.config import RunConfig
 from rl_core.engines.base import Sampler
 from rl_core.engines.learner_torch import TorchLearner
 from rl_core.engines.sampler_transformers import TransformersSampler
 from rl_core.errors import ConfigError, ModelError
+from rl_core.execution import ExecutionConfig
 from rl_core.models import Policy, choose_dtype, load_policy
 
 

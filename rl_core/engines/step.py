@@ -1,7 +1,9 @@
-"""What one optimizer step of the learner reads and reports."""
+"""What the learner refuses before a step, and what an optimizer step reads and reports."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -9,9 +11,57 @@ from torch import Tensor
 
 from rl_core.algorithms import Algorithm
 from rl_core.batching import Arranged, MicroBatch, microbatches, minibatches, rows_with_signal
-from rl_core.engines.base import StepPlan
+from rl_core.engines.base import Progress, StepPlan
+from rl_core.errors import DataError, NonFiniteError
 from rl_core.losses import step_totals, token_weights
 from rl_core.metrics import METRICS
+
+
+def check_rows(arranged: Arranged, limit: int) -> None:
+    """Refuse rows that are longer than `limit` tokens or hold a number that is not finite where one is read.
+
+    Raises:
+        DataError: a row too long.
+        NonFiniteError: an advantage, or a sampler log-prob of an action token in a kept row.
+    """
+    for row, start in zip(arranged.rows, arranged.starts.tolist(), strict=True):
+        where = f"group {row.group_id}, sample {row.sample_id}"
+        tokens = slice(start, start + len(row.completion_ids))
+        if not math.isfinite(row.advantage):
+            raise non_finite("advantage", where, row.advantage)
+        length = len(row.prompt_ids) + len(row.completion_ids)
+        if length > limit:
+            raise DataError(
+                f"a train row is longer than the model's context ({where})",
+                expected=f"at most {limit} tokens",
+                got=str(length),
+                todo="lower generate.max_prompt_tokens or generate.max_completion_tokens",
+            )
+        read = arranged.sampler_logprobs[tokens][arranged.action_mask[tokens]]
+        if row.keep and not bool(read.isfinite().all()):
+            raise non_finite("sampler log-prob", where, float(read[~read.isfinite()][0]))
+
+
+def non_finite(what: str, where: str, value: float) -> NonFiniteError:
+    return NonFiniteError(
+        f"non-finite {what} ({where}); no weight was changed",
+        expected="a finite number",
+        got=str(value),
+        todo="look at the rewards and log-probs of that iteration; lower learner.lr if the run had diverged",
+    )
+
+
+def ticker(progress: Progress | None, total: int) -> Callable[[], None]:
+    """A function to call after each of `total` units of work."""
+    done = 0
+
+    def tick() -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(done, total)
+
+    return tick
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from rl_core.config import ExecutionConfig, RunConfig, StageName
+from rl_core.config import RunConfig
+from rl_core.execution import ExecutionConfig, StageName
 from rl_core.fingerprint import fingerprint
 from rl_core.recipes import apply_overrides, build_config
 from rl_core.stages import STAGES, Facts, stages_from
@@ -21,7 +22,13 @@ BASE: dict[str, Any] = {
     "environment": {"kind": "reasoning_gym"},
     "rewards": [{"function": "judge"}, {"function": "other"}],
 }
-FACTS: Facts = {"environment": "e", "rewards": {"judge": "j", "other": "o"}, "cursor": 8, "reference": "m"}
+FACTS: Facts = {
+    "dtype": "float32",
+    "environment": "e",
+    "rewards": {"judge": "j", "other": "o"},
+    "cursor": 8,
+    "reference": "m",
+}
 
 
 def prints(config: RunConfig, facts: Facts = FACTS) -> dict[str, str]:
@@ -57,7 +64,7 @@ TABLE: list[tuple[list[str], str, set[str]]] = [
     ([], "iterations=20", set()),
     (["learner.schedule=linear"], "iterations=20", {"train"}),
     ([], "model.source=other", set()),  # the policy is an input, by digest
-    ([], "model.dtype=bfloat16", MODEL_STAGES),
+    ([], "model.dtype=bfloat16", set()),  # through the compute type it stands for, a fact
     ([], "model.max_context_tokens=512", {"generate", "evaluate"}),
     ([], "environment.kind=dataset", set()),  # through its digest, a fact
     ([], "environment.params.x=1", set()),
@@ -100,7 +107,8 @@ TABLE: list[tuple[list[str], str, set[str]]] = [
     ([KL_REWARD], "algorithm.kl.coef=0.2", {"advantage"}),
     ([], "algorithm.kl.estimator=k1", set()),
     ([KL_LOSS], "algorithm.kl.estimator=k1", {"train"}),
-    ([KL_REWARD], "algorithm.kl.estimator=k1", {"advantage"}),
+    ([KL_REWARD], "algorithm.kl.estimator=k1", set()),  # what null stands for there
+    ([KL_REWARD], "algorithm.kl.estimator=k2", {"advantage"}),
     ([], "algorithm.kl.place=reward", set()),
     ([KL_LOSS], "algorithm.kl.place=reward", {"generate", "advantage", "train"}),
     ([], KL_REWARD, {"generate", "advantage"}),
@@ -169,6 +177,7 @@ def test_a_new_name_of_a_reward_is_a_new_column() -> None:
 @pytest.mark.parametrize(
     ("before", "fact", "stages"),
     [
+        ([], {"dtype": "bfloat16"}, MODEL_STAGES),
         ([], {"environment": "x"}, {"generate", "evaluate"}),
         ([], {"rewards": {"judge": "x", "other": "o"}}, {"score", "evaluate"}),
         ([], {"rewards": {"judge": "j", "other": "x"}}, {"score"}),

@@ -21,10 +21,10 @@ from rl_core.errors import ConfigError, CorruptOutputError, StageError
 from rl_core.manifest import Manifest, content_digest
 from rl_core.models import fetch_model
 from rl_core.schemas import DECISIONS, EVALUATION
+from tasks.files import describe, write_json
 from tasks.gate import Candidate
 from tasks.mlflow_client import open_client
 from tasks.registry import Registration, champion_version, register_policy
-from tasks.store import describe, write_json
 from tasks.tables import write_table
 from tasks.tracking import Tracker
 

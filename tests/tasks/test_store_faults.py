@@ -14,7 +14,8 @@ import pytest
 from rl_core.errors import RunError
 from rl_core.manifest import Manifest, content_digest
 from rl_core.schemas import TRAIN_STEPS
-from tasks.store import RunStore, describe, read_manifest
+from tasks.files import describe
+from tasks.store import RunStore, read_manifest
 from tasks.tables import read_table, write_table
 
 PRINT = "0123456789abcdef" * 4
@@ -25,7 +26,8 @@ WRITER = """
 import json, os, signal, sys
 from pathlib import Path
 import tasks.store as module
-from tasks.store import RunStore, describe
+from tasks.files import describe
+from tasks.store import RunStore
 from rl_core.manifest import Manifest, content_digest
 
 runs, point, fingerprint = Path(sys.argv[1]), sys.argv[2], sys.argv[3]

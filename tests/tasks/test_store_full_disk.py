@@ -18,7 +18,8 @@ from rl_core.errors import StorageError
 from rl_core.manifest import Manifest, Ref, content_digest
 from rl_core.recipes import build_config
 from rl_core.schemas import TRAIN_STEPS
-from tasks.store import RunStore, describe, storage_errors, write_json
+from tasks.files import describe, storage_errors, write_json
+from tasks.store import RunStore
 from tasks.tables import write_table
 
 PRINT = "0123456789abcdef" * 4

@@ -11,7 +11,8 @@ from rl_core.config import RunConfig
 from rl_core.errors import CorruptOutputError, RunError
 from rl_core.manifest import Ref
 from rl_core.recipes import build_config
-from tasks.store import RunStore, write_json
+from tasks.files import write_json
+from tasks.store import RunStore
 
 
 @pytest.fixture

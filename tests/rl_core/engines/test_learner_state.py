@@ -126,6 +126,14 @@ def test_step_without_signal_is_skipped_and_counted(load: Callable[..., TorchLea
     assert (stats.step, stats.applied) == (4, True)
 
 
+def test_step_without_rows(load: Callable[..., TorchLearner]) -> None:
+    """Fewer groups than minibatches, and no rows at all: the empty steps are skipped and counted."""
+    learner = load()
+    assert sorted(stats.applied for stats in learner.update(_rows(groups=3), FOUR_STEPS)) == [False, True, True, True]
+    assert [stats.applied for stats in learner.update([], PLAN)] == [False]
+    assert (learner.optimizer.step, learner.optimizer.applied) == (5, 3)
+
+
 def test_masked_out_rows_leave_the_denominator(load: Callable[..., TorchLearner]) -> None:
     """C55: five tokens that are out and five that are in: the divisor is 5."""
     inside = TrainRow(0, 0, [3, 4], [5] * 5, [True] * 5, -1.0, [-5.0] * 5, True)

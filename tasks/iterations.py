@@ -1,0 +1,131 @@
+"""Which iterations of a run are complete, where the next one starts, and what each is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rl_core.config import RunConfig
+from rl_core.errors import RunError
+from rl_core.manifest import Ref, content_digest
+from rl_core.recipes import apply_overrides, build_config, config_json
+from rl_core.stages import STAGES
+from tasks.files import describe
+from tasks.store import RunStore, read_manifest
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where an iteration starts: its number, the policy it reads, the prompts consumed before it."""
+
+    iteration: int
+    policy: Ref
+    cursor: int
+
+
+class Iterations:
+    """The iterations of an open run, as their records on disk have them."""
+
+    def __init__(self, store: RunStore, config: RunConfig, base_model: Ref) -> None:
+        self._store = store
+        self._config = config
+        self._start = Position(0, base_model, 0)
+        self._records: dict[int, dict[str, Any]] = {}
+
+    # -- where to go on -----------------------------------------------------------------------------------------------
+    def resume_position(self) -> Position:
+        """The first iteration that is not complete, or whose inputs have changed since it was made."""
+        passed = [self._start]
+        while passed[-1].iteration < self._config.iterations:
+            following = self._following(passed[-1])
+            if following is None:
+                break
+            passed.append(following)
+        # The policy to go on from is read as a whole: a checkpoint that lost a bit is made again.
+        while len(passed) > 1 and not self._intact(passed[-1].policy):
+            passed.pop()
+        return passed[-1]
+
+    def position(self, iteration: int) -> Position:
+        """Where a given iteration starts. Raises `RunError` when an earlier one is not complete."""
+        position = self._start
+        while position.iteration < iteration:
+            following = self._following(position)
+            if following is None:
+                raise RunError(
+                    f"iteration {position.iteration} of run {self._store.name!r} is not complete",
+                    expected=f"complete iterations before {iteration}",
+                    todo=f"continue the run first: rlstages run {self._store.name}",
+                )
+            position = following
+        return position
+
+    def _following(self, at: Position) -> Position | None:
+        record = self._store.iteration(at.iteration)
+        if not record or not record["complete"]:
+            return None
+        if record["policy"]["digest"] != at.policy.digest or record["cursor"] != at.cursor:
+            return None
+        manifests = {name: read_manifest(self._store.path / made["folder"]) for name, made in record["stages"].items()}
+        if any(manifest is None for manifest in manifests.values()):
+            return None
+        generated, trained = manifests["generate"], record["stages"]["train"]
+        assert generated is not None
+        cursor = generated.state["cursor"]
+        assert isinstance(cursor, int)
+        return Position(at.iteration + 1, Ref(path=trained["folder"], digest=trained["digest"]), cursor)
+
+    def _intact(self, policy: Ref) -> bool:
+        return content_digest(describe(self._store.resolve(policy))) == policy.digest
+
+    # -- what one is made of ------------------------------------------------------------------------------------------
+    def begin(self, at: Position, overrides: list[str] | None = None) -> None:
+        """Open the record of an iteration; `overrides` replace those it was made with before."""
+        record = self._store.iteration(at.iteration) or {"iteration": at.iteration, "overrides": [], "stages": {}}
+        if overrides is not None:
+            record["overrides"] = overrides
+        record |= {"policy": at.policy.model_dump(), "cursor": at.cursor, "complete": False}
+        self._records[at.iteration] = record
+        self.config(at.iteration)  # an override that does not fit is refused before anything is written
+        self._store.iteration_dir(at.iteration).mkdir(parents=True, exist_ok=True)
+        self._store.write_iteration(at.iteration, record)
+
+    def begin_evaluation(self, policy: int, overrides: list[str]) -> None:
+        """Prepare a stand-alone evaluation of a policy: it lies beside the run's own and enters no iteration record."""
+        self._records[policy - 1] = {"overrides": overrides, "cursor": 0, "detached": True}
+
+    def add(self, iteration: int, stage: str, made: dict[str, str]) -> None:
+        """Write down which output of a stage the iteration is made of."""
+        record = self._records.get(iteration)
+        if record is None or record.get("detached") or record["stages"].get(stage) == made:
+            return
+        record["stages"][stage] = made
+        self._store.write_iteration(iteration, record)
+
+    def end(self, iteration: int) -> None:
+        """Mark the iteration complete; stages that it no longer has leave its record."""
+        record = self._records[iteration]
+        record["stages"] = {s: made for s, made in record["stages"].items() if s in self.stages_due(iteration)}
+        record["complete"] = True
+        self._store.write_iteration(iteration, record)
+
+    def stages_due(self, iteration: int) -> list[str]:
+        """The stages of an iteration: all six, or the first four between two evaluations."""
+        config = self.config(iteration)
+        due = (iteration + 1) % config.evaluate.every == 0 or iteration + 1 == config.iterations
+        return list(STAGES) if due else [name for name in STAGES if name not in ("evaluate", "register")]
+
+    def config(self, iteration: int) -> RunConfig:
+        """The run's config with the overrides of that iteration."""
+        record = self._records.get(iteration)
+        overrides = record["overrides"] if record else []
+        if not overrides:
+            return self._config
+        return build_config(
+            apply_overrides(config_json(self._config), overrides), f"iteration {iteration} with overrides"
+        )
+
+    def cursor(self, iteration: int) -> int:
+        """Prompts consumed before the iteration."""
+        record = self._records.get(iteration)
+        return int(record["cursor"]) if record else 0
