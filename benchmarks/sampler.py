@@ -2,10 +2,10 @@
 
     python benchmarks/sampler.py --model models/smollm2-135m-instruct
 
-Work: 8 chat prompts of reasoning_gym's `chain_sum` × 8 completions of at most 32 tokens at temperature 1. `generate` gets
-every prompt eight times, which is how a trainer calls it. The two take turns, twice: as they are (a completion ends at its
-end token), and with the end token disabled for both, so that every completion has all 32 tokens. Only sampled tokens count,
-up to and including the end token. The ratio is that of the medians over the rounds.
+Work: 8 chat prompts of reasoning_gym's `chain_sum` × 8 completions of at most 32 tokens at temperature 1. `generate`
+gets every prompt eight times, as trainers call it. The two take turns, first as they are (a completion ends at its end
+token), then with the end token disabled for both, so that every completion has all 32 tokens. Only sampled tokens
+count, the end token included. The ratio is that of the medians over the rounds.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -90,12 +91,12 @@ def compare(policy: Policy, prompts: list[list[int]], ends: bool, rounds: int) -
     return {"tokens_per_second": medians, "rounds": rates, "ratio": medians["ours"] / medians["generate"]}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="sampler against transformers generate")
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path("models/smollm2-135m-instruct"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/sampler.json"))
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "sampler.json")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if not options.model.exists():
@@ -120,7 +121,8 @@ def main() -> None:
         print(f"  ratio {result[key]['ratio']:.2f} (target {TARGET})")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=2) + "\n")
+    return 0 if result["with_end_token"]["ratio"] >= TARGET else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -45,7 +45,9 @@ def run(
         return
     with out.status("checking model, environment and rewards"):
         name = prepare_run(target, set_)
-    _flow("training_run", config.iterations, run=name)
+    made = _flow("training_run", config.iterations, run=name)
+    if made["began_at"] == made["iterations"]:
+        out.print(f"nothing to do: all {made['iterations']} iterations are complete")
     _end(name)
 
 

@@ -25,11 +25,17 @@ def training_run(run: str, overrides: list[str] | None = None) -> dict[str, Any]
     run = prepare_run(run, overrides or [])
     with open_session(run, runs_dir()) as session, generation_progress():
         position = session.iterations.resume_position()
+        began_at = position.iteration
         if position.iteration == 0:
             evaluate(run, -1, train=session.base_model)
         while position.iteration < session.config.iterations:
             position = _step(session, position)
-        return {"run": run, "iterations": position.iteration, "policy": position.policy.model_dump()}
+        return {
+            "run": run,
+            "began_at": began_at,
+            "iterations": position.iteration,
+            "policy": position.policy.model_dump(),
+        }
 
 
 @flow(name="rerun", flow_run_name="{run}/it{iteration:04d}/from-{from_stage}", persist_result=False)

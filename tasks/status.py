@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from rl_core.config import RunConfig
-from rl_core.errors import RunError
+from rl_core.errors import RunError, StageError
 from rl_core.manifest import Manifest
 from rl_core.schemas import ADVANTAGES, TRAJECTORIES, rewards_schema
 from rl_core.stages import STAGES
@@ -171,5 +171,8 @@ def closing_lines(run: str) -> dict[str, str]:
 def _champion(model_name: str) -> str:
     from tasks.registry import champion_version
 
-    version = champion_version(tracking_uri(), model_name)
+    try:
+        version = champion_version(tracking_uri(), model_name)
+    except StageError as error:
+        return f"not known: {error.message}"
     return f"models:/{model_name}@champion is version {version}" if version else "none yet"

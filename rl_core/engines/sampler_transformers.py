@@ -146,13 +146,8 @@ def _decode(policy: Policy, parts: Sequence[_Part], temperature: float) -> Itera
             state.choose(stay, steps - step - 1)
             here, live, drawn = here[stay], live[stay], drawn[torch.from_numpy(stay).to(drawn.device)]
         state.advance(drawn)
-    for row in range(rows):
-        scores_of_row = logprobs[row, : ends[row]]
-        if not np.isfinite(scores_of_row).all():
-            raise NonFiniteError("the policy gives log-probs that are not finite", got="NaN or infinity in its logits")
-        yield Completion(
-            tokens[row, : ends[row]].tolist(), scores_of_row.tolist(), "stop" if stopped[row] else "length"
-        )
+    for row, end in enumerate(ends):
+        yield Completion(tokens[row, :end].tolist(), logprobs[row, :end].tolist(), "stop" if stopped[row] else "length")
 
 
 def draw(logits: Tensor, uniform: npt.NDArray[np.float64], temperature: float) -> tuple[Tensor, Tensor]:

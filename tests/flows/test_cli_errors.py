@@ -83,7 +83,7 @@ def test_same_name_with_another_config_is_refused_and_more_iterations_are_not(pr
     project.call("run", "smoke")
     assert "2 of 2 iterations complete" in project.call("status", "smoke")
     before = sorted(p.stat().st_mtime_ns for p in project.run_folder("smoke").rglob("*.parquet"))
-    project.call("run", "smoke")
+    assert "nothing to do: all 2 iterations are complete" in project.call("run", "smoke")
     assert sorted(p.stat().st_mtime_ns for p in project.run_folder("smoke").rglob("*.parquet")) == before
 
 

@@ -38,7 +38,7 @@ def quiet(tmp_path_factory: pytest.TempPathFactory, new_project: Callable[[Path]
     return found
 
 
-@pytest.mark.parametrize(("point", "iteration"), [("work", 0), ("publish", 1), ("record", 1)])
+@pytest.mark.parametrize(("point", "iteration"), [("work", 0), ("publish", 1)])
 def test_sigkill_in_every_stage_leaves_no_trace_in_the_result(
     project: Any, quiet: dict[str, str], point: str, iteration: int
 ) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,26 +47,36 @@ def artifacts(project: Any, key: str) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.fixture(scope="module")
+def finished(new_project: Callable[[Path], Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A project with a finished smoke run, shared by the tests that only look."""
+    project = new_project(tmp_path_factory.mktemp("finished") / "project")
+    project.call("run", "smoke", "--set", "name=looked-at")
+    return project
+
+
 @pytest.fixture
-def run(project: Any) -> Path:
-    name = "rerun-" + project.folder.parent.name.replace("_", "-")[-40:].strip("-")
-    project.call("run", "smoke", "--set", f"name={name}")
-    folder: Path = project.run_folder(name)
-    return folder
+def copied(finished: Any, tmp_path: Path) -> Any:
+    """A copy of it for a test that changes something."""
+    folder = tmp_path / "project"
+    shutil.copytree(finished.folder, folder, symlinks=True)
+    return replace(finished, folder=folder)
 
 
-def test_rerun_from_score_executes_no_generation_and_reuses_the_rest(project: Any, run: Path) -> None:
+def test_rerun_from_score_executes_no_generation_and_reuses_the_rest(copied: Any) -> None:
+    run = copied.run_folder("looked-at")
     before, made = stamps(run), record(run, 0)
-    project.call("rerun", run.name, "--iteration", "0", "--from", "score")
+    copied.call("rerun", run.name, "--iteration", "0", "--from", "score")
     assert stamps(run) == before
     assert record(run, 0) == made
-    states = {task["name"]: task["state_name"] for task in task_runs(project, f"{run.name}/it0000")}
+    states = {task["name"]: task["state_name"] for task in task_runs(copied, f"{run.name}/it0000")}
     assert states == {f"it0000/{stage}": "Reused" for stage in STAGES}
 
 
-def test_rerun_with_another_weight_lies_beside_and_reaches_what_depends_on_it(project: Any, run: Path) -> None:
+def test_rerun_with_another_weight_lies_beside_and_reaches_what_depends_on_it(copied: Any) -> None:
+    run = copied.run_folder("looked-at")
     before, made = stamps(run), record(run, 0)
-    project.call("rerun", run.name, "--iteration", "0", "--from", "score", "--set", "rewards.0.weight=2.0")
+    copied.call("rerun", run.name, "--iteration", "0", "--from", "score", "--set", "rewards.0.weight=2.0")
     after, remade = stamps(run), record(run, 0)
     assert {path: after[path] for path in before} == before, "an old file was touched"
     assert remade["overrides"] == ["rewards.0.weight=2.0"]
@@ -73,7 +86,7 @@ def test_rerun_with_another_weight_lies_beside_and_reaches_what_depends_on_it(pr
     assert (scores["reward"] == 2 * scores["reward_format_regex"]).all()
 
     # Policy 1 changed, so iteration 1 is stale: the run makes it anew from the new policy, and is then complete.
-    project.call("run", run.name)
+    copied.call("run", run.name)
     assert record(run, 1)["policy"]["digest"] == remade["stages"]["train"]["digest"]
     assert record(run, 1)["complete"]
     policies = {row["policy_digest"] for row in pq.read_table(_part(run, 1, "generate")).to_pylist()}
@@ -84,26 +97,27 @@ def _part(run: Path, iteration: int, stage: str) -> Path:
     return run / record(run, iteration)["stages"][stage]["folder"] / "part-0000.parquet"
 
 
-def test_what_prefect_shows(project: Any, run: Path) -> None:
+def test_what_prefect_shows(finished: Any) -> None:
     """Names, tags and artifacts of an iteration."""
-    tasks = task_runs(project, f"{run.name}/it0001")
+    run = finished.run_folder("looked-at")
+    tasks = task_runs(finished, f"{run.name}/it0001")
     assert [task["name"] for task in tasks] == [f"it0001/{stage}" for stage in STAGES]
     tags = {task["name"].split("/")[1]: set(task["tags"]) for task in tasks}
     assert tags["generate"] >= {"stage:generate", "rollout"}
     assert tags["train"] >= {"stage:train", "train"}
     assert tags["score"] >= {"stage:score", "score"}
-    summary = artifacts(project, f"{run.name}-summary")
+    summary = artifacts(finished, f"{run.name}-summary")
     assert len(summary) == 2 and "mean reward" in summary[0]["data"] and "| train | executed |" in summary[0]["data"]
-    assert len(artifacts(project, f"{run.name}-metrics")) == 2
-    assert "experiments" in artifacts(project, f"{run.name}-mlflow")[0]["data"]
-    progress = artifacts(project, f"{run.name}-generate")
+    assert len(artifacts(finished, f"{run.name}-metrics")) == 2
+    assert "experiments" in artifacts(finished, f"{run.name}-mlflow")[0]["data"]
+    progress = artifacts(finished, f"{run.name}-generate")
     assert progress and float(progress[0]["data"]) == 100.0
 
 
-def test_every_table_opens_with_pyarrow_and_polars(project: Any, run: Path) -> None:
+def test_every_table_opens_with_pyarrow_and_polars(copied: Any) -> None:
     """C72: the tables of several runs and iterations are one table per stage, with one schema."""
-    project.call("run", "smoke", "--set", "iterations=1", "--set", "seed=5", "--set", "name=other")
-    root = project.folder / "runs"
+    copied.call("run", "smoke", "--set", "iterations=1", "--set", "seed=5", "--set", "name=other")
+    root = copied.folder / "runs"
     for stage in STAGES:
         files = sorted(root.glob(f"*/iterations/*/{stage}/*/*.parquet"))
         assert len({file.relative_to(root).parts[0] for file in files}) == 2
@@ -120,8 +134,8 @@ def test_every_table_opens_with_pyarrow_and_polars(project: Any, run: Path) -> N
     assert (lengths["completion_ids"] == lengths["action_mask"]).all()
 
 
-def test_show_and_status(project: Any, run: Path) -> None:
-    shown = project.call("show", run.name, "--iteration", "0")
+def test_show_and_status(finished: Any) -> None:
+    shown = finished.call("show", "looked-at", "--iteration", "0")
     assert "best groups" in shown and "worst groups" in shown and "advantage" in shown
-    assert "2 of 2 iterations complete" in project.call("status", run.name)
-    assert "has no iteration 7" in project.call("show", run.name, "--iteration", "7", expect=2)
+    assert "2 of 2 iterations complete" in finished.call("status", "looked-at")
+    assert "has no iteration 7" in finished.call("show", "looked-at", "--iteration", "7", expect=2)
