@@ -23,7 +23,7 @@ class ModelConfig(Section):
     source: str = Field(min_length=1)
     """A name known to `rlstages models` (`smollm2-135m-instruct`, `tiny-random`) or a Hugging Face model folder."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Compute type. `auto` takes bfloat16 where the device computes it fast, else float32."""
+    """Type of the weights. `auto` takes bfloat16 on a GPU that has it in hardware, else float32."""
     max_context_tokens: int | None = Field(default=None, ge=2)
     """Context limit in tokens, prompt and completion together; null takes the model's own."""
 

@@ -26,14 +26,14 @@ def advantage(context: StageContext, services: Services, progress: Progress) -> 
     schema = rewards_schema([reward.name for reward in config.rewards])
     rewards = cast(pl.DataFrame, pl.from_arrow(read_table(context.folder("score"), schema)))
     trajectories = _lengths(context, algorithm)
-    frame = trajectories.join(rewards.select([*_KEY, "reward"]), on=_KEY, how="inner", validate="1:1")
-    if len(frame) != len(trajectories):
+    if not trajectories.select(_KEY).sort(_KEY).equals(rewards.select(_KEY).sort(_KEY)):
         raise DataError(
             "rewards and trajectories do not have the same rows",
-            expected=f"{len(trajectories)} rows",
-            got=f"{len(frame)} that match",
+            expected=f"the keys of {len(trajectories)} trajectories, each once",
+            got=f"{len(rewards)} rewards, {len(trajectories.join(rewards, on=_KEY, how='semi'))} trajectories have one",
             todo="rerun from score",
         )
+    frame = trajectories.join(rewards.select([*_KEY, "reward"]), on=_KEY, how="inner")
     table = advantage_table(frame, algorithm)
     written = write_table(context.output / "part-0000.parquet", table.to_dicts(), ADVANTAGES)
     progress(written, written)

@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
@@ -56,7 +57,7 @@ class Display:
             case "failed":
                 self._progress.update(self._bars[event.stage], note="[red]failed")
                 if isinstance(event.error, RlstagesError) and event.error.retryable:
-                    message = event.error.message
+                    message = escape(event.error.message)
                     self._console.print(f"[yellow]{_label(event.iteration)}/{event.stage} failed:[/] {message}")
             case "completed":
                 self._console.print(self.iteration_line(event.iteration))
@@ -136,4 +137,4 @@ def print_end(console: Console, lines: dict[str, Any]) -> None:
     """The closing block: label and value per line."""
     width = max(len(label) for label in lines)
     for label, value in lines.items():
-        console.print(f"[bold]{label:>{width}}[/]  {value}", highlight=False, soft_wrap=True)
+        console.print(f"[bold]{label:>{width}}[/]  {escape(str(value))}", highlight=False, soft_wrap=True)

@@ -11,8 +11,8 @@ from rl_core.engines.base import Progress
 from rl_core.evaluation import avg_at_k, bootstrap_interval, mean_pass_at_k, problem_means, wilson
 from rl_core.schemas import EVALUATION
 from rl_core.seeds import seed
-from tasks.rollout import Encoded, encode_prompts, sample
-from tasks.score import score_inputs
+from tasks.rollout import Encoded, encode_prompts, environment_of, sample
+from tasks.score import check_sources, score_inputs
 from tasks.stage import Outcome, StageContext, stage
 from tasks.tables import write_table
 from tasks.worker import Services
@@ -25,7 +25,7 @@ def evaluate(context: StageContext, services: Services, progress: Progress) -> O
     policy_ref = context.inputs["train"]
     policy = services.policy(policy_ref, config)
     problems, _, _ = encode_prompts(
-        services.environment(config),
+        environment_of(context, services),
         policy,
         config,
         "heldout",
@@ -60,6 +60,7 @@ def _judge(rows: list[dict[str, Any]], context: StageContext, services: Services
     config = context.config
     name = config.judge.name
     pool = services.rewards(config)
+    check_sources(pool.digests, context)
     scores = pool.score(score_inputs(rows), only=[name])
     for row, score in zip(rows, scores, strict=True):
         value = score.values[name]

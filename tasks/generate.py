@@ -8,7 +8,7 @@ from typing import Any
 from rl_core.engines.base import Progress
 from rl_core.schemas import TRAJECTORIES
 from rl_core.seeds import seed
-from tasks.rollout import Encoded, encode_prompts, sample
+from tasks.rollout import Encoded, encode_prompts, environment_of, sample
 from tasks.stage import Outcome, StageContext, stage
 from tasks.tables import write_table
 from tasks.worker import Services
@@ -21,7 +21,7 @@ def generate(context: StageContext, services: Services, progress: Progress) -> O
     policy_ref = context.inputs["policy"]
     policy = services.policy(policy_ref, config)
     prompts, cursor, dropped = encode_prompts(
-        services.environment(config),
+        environment_of(context, services),
         policy,
         config,
         "train",
@@ -57,13 +57,16 @@ def generate(context: StageContext, services: Services, progress: Progress) -> O
 
 def _add_reference_logprobs(rows: list[dict[str, Any]], context: StageContext, services: Services) -> None:
     """Log-probs of the sampled tokens under the frozen reference, for a KL term in the reward."""
-    from rl_core.engines.learner_torch import TorchLearner
     from tasks.train import step_plan, train_row
 
-    config = context.config
-    scorer = TorchLearner(services.reference(context.base_model, config))
-    found = scorer.logprobs(
-        [train_row(row, advantage=0.0, keep=True) for row in rows], step_plan(config, context.iteration)
+    config, policy = context.config, context.inputs["policy"]
+    learner = services.learner(policy, config)
+    learner.reference = services.reference(context.base_model, config)
+    found = learner.logprobs(
+        [train_row(row, advantage=0.0, keep=True) for row in rows],
+        step_plan(config, context.iteration),
+        reference=True,
     )
+    services.adopt(policy.digest)  # no weight has changed
     for row, values in zip(rows, found, strict=True):
         row["ref_logprobs"] = values

@@ -39,7 +39,7 @@ def resolve_config(target: str, overrides: list[str]) -> RunConfig:
     """The run config that a recipe, or the name of a run, stands for."""
     path = recipe_path(target)
     if path is not None:
-        return build_config(apply_overrides(parse_recipe(path.read_text(), str(path)), overrides), path.name)
+        return build_config(apply_overrides(parse_recipe(_read_recipe(path), str(path)), overrides), path.name)
     store = RunStore(runs_dir(), target)
     if not store.exists():
         known = sorted(p.stem for p in RECIPES.glob("*.toml"))
@@ -50,6 +50,13 @@ def resolve_config(target: str, overrides: list[str]) -> RunConfig:
             got=target,
         )
     return build_config(apply_overrides(store.record()["config"], overrides), f"run {target}")
+
+
+def _read_recipe(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML", expected="text in UTF-8", got=str(error)) from error
 
 
 def prepare_run(target: str, overrides: list[str]) -> str:
@@ -68,7 +75,7 @@ def prepare_run(target: str, overrides: list[str]) -> str:
                 f"run {config.name!r} exists with another config",
                 expected="the same config; only iterations and execution may change",
                 got="different: " + ", ".join(refused),
-                todo=f"continue it with `rlstages run {config.name}`, or add --set name=... for a new run",
+                todo=f"{_how_to_continue(config.name)}, or add --set name=... for a new run",
             )
         if changed:
             with store.lock():
@@ -83,6 +90,12 @@ def prepare_run(target: str, overrides: list[str]) -> str:
     with store.lock():
         store.create(config, base_model, code_version())
     return config.name
+
+
+def _how_to_continue(name: str) -> str:
+    if recipe_path(name) is not None:  # a recipe's name means the recipe
+        return "repeat the --set options it was started with"
+    return f"continue it with `rlstages run {name}`"
 
 
 def check_config(config: RunConfig, worker: Worker) -> None:
@@ -122,13 +135,16 @@ def ensure_model(name: str, worker: Worker) -> Path:
         return folder
     partial = folder.with_name(f"{name}.partial-{os.getpid()}")
     with storage_errors(folder):
+        for leftover in folder.parent.glob(f"{name}.partial-*"):  # of attempts that were killed
+            if leftover == partial or not Path("/proc", leftover.name.rpartition("-")[2]).exists():
+                shutil.rmtree(leftover)
         partial.mkdir(parents=True)
         try:
             worker.request({"op": "fetch_model", "name": name, "folder": str(partial)}, timeout_seconds=900)
-            publish_folder(partial, folder)
-        except BaseException:
+            if not folder.is_dir():  # else another process has made it meanwhile
+                publish_folder(partial, folder)
+        finally:
             shutil.rmtree(partial, ignore_errors=True)
-            raise
     return folder
 
 

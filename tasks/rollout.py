@@ -6,14 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rl_core.engines.prompting import completion_budget, decode_completion, fit_prompt
-
 from rl_core.config import RunConfig
 from rl_core.engines.base import Completion, Progress, Sampler, SampleRequest
+from rl_core.engines.prompting import completion_budget, decode_completion, fit_prompt
 from rl_core.environments.base import Environment, Prompt, Split
 from rl_core.errors import DataError
 from rl_core.fingerprint import canonical_json
 from rl_core.models import Policy
+from tasks.stage import StageContext
+from tasks.worker import Services
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,24 @@ def context_limit(config: RunConfig, policy: Policy) -> int:
     return min(config.model.max_context_tokens or policy.context_tokens, policy.context_tokens)
 
 
+def environment_of(context: StageContext, services: Services) -> Environment:
+    """The environment that the fingerprint names. A worker started later may find other rows in the files."""
+    environment = services.environment(context.config)
+    if environment.digest != context.facts["environment"]:
+        raise DataError(
+            "the prompts of the environment changed after the run was opened",
+            expected="one set of prompts for the fingerprint and the rows",
+            todo="run again: the new prompts give a new output",
+        )
+    return environment
+
+
 def encode_prompts(
     environment: Environment, policy: Policy, config: RunConfig, split: Split, start: int, count: int, max_new: int
 ) -> tuple[list[Encoded], int, int]:
     """The next `count` prompts from position `start` that fit; (prompts, position after the last, prompts dropped)."""
     found: list[Encoded] = []
-    position, dropped = start, 0
+    position, dropped, in_a_row = start, 0, 0
     limit = context_limit(config, policy)
     while len(found) < count:
         prompt = environment.prompt(split, position)
@@ -48,19 +61,20 @@ def encode_prompts(
             where=f"prompt {prompt.prompt_id}",
         )
         if fitted is None:
-            dropped += 1
+            dropped, in_a_row = dropped + 1, in_a_row + 1
             size = environment.size(split)
-            if dropped > (size if size is not None else 100 * count):
+            if in_a_row > (2 * size if size is not None else 100 * count):  # two epochs hold every prompt once
                 raise DataError(
                     "no prompt fits the limit",
                     expected=f"prompts of at most {config.generate.max_prompt_tokens} tokens",
-                    got=f"{dropped} longer ones in a row",
+                    got=f"{in_a_row} longer ones in a row",
                     todo="raise generate.max_prompt_tokens",
                 )
         else:
             messages, ids = fitted
             budget = completion_budget(len(ids), max_new, limit)
             found.append(Encoded(position, prompt, messages, ids, budget))
+            in_a_row = 0
         position += 1
     return found, position, dropped
 

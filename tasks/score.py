@@ -18,8 +18,13 @@ _COLUMNS = ["group_id", "sample_id", "prompt_messages", "completion_ids", "trunc
 
 
 def score_inputs(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of a trajectories table in the form that `RewardPool.score` takes."""
-    return [{**{name: row[name] for name in _COLUMNS[:-1]}, "data": json.loads(row["env_data"])} for row in rows]
+    """Rows of a trajectories table in the form that `RewardPool.score` takes; a column one row has, all have."""
+    data = [json.loads(row["env_data"]) for row in rows]
+    columns = dict.fromkeys(name for item in data for name in item)
+    return [
+        {**{name: row[name] for name in _COLUMNS[:-1]}, "data": {**columns, **item}}
+        for row, item in zip(rows, data, strict=True)
+    ]
 
 
 @stage("score")
@@ -33,7 +38,7 @@ def score(context: StageContext, services: Services, progress: Progress) -> Outc
     known = _scored_before(context, names)
     missing = [row for row in rows if (row["group_id"], row["sample_id"]) not in known]
     pool = services.rewards(config)
-    _check_sources(pool.digests, context)
+    check_sources(pool.digests, context)
     scores = pool.score(missing, on_error=config.scoring.on_error)
     progress(len(rows), len(rows))
     fresh = {
@@ -55,7 +60,7 @@ def score(context: StageContext, services: Services, progress: Progress) -> Outc
     )
 
 
-def _check_sources(digests: dict[str, str], context: StageContext) -> None:
+def check_sources(digests: dict[str, str], context: StageContext) -> None:
     """The fingerprint names the source of each reward: the processes must run that very source."""
     changed = [name for name, digest in digests.items() if digest != context.facts["rewards"][name]]
     if changed:
@@ -90,12 +95,12 @@ def _check_unscored(rows: list[dict[str, Any]], config: RunConfig) -> None:
     first = bad[0]
     name = next((r.name for r in config.rewards if first[f"reward_{r.name}"] is None), config.rewards[0].name)
     where = f"reward {name}, group {first['group_id']}, sample {first['sample_id']}"
+    reason = first[f"reason_{name}"] or "the weighted sum is not finite"
     limit = config.scoring.max_unscored_fraction
     if len(bad) > limit * len(rows):
         raise RewardFailedError(
             f"{len(bad)} of {len(rows)} completions have no score; the first: {where}",
             expected=f"at most {limit:.0%} without a score (scoring.max_unscored_fraction)",
-            got=str(first[f"reason_{name}"]).strip().splitlines()[0],
+            got=reason,
             todo="mend the reward or raise the limit",
-            details=str(first[f"reason_{name}"]),
         )

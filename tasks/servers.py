@@ -56,7 +56,7 @@ def serve_until_interrupted(console: Console, prefect_port: int, mlflow_port: in
     logs.mkdir(parents=True, exist_ok=True)
     api = f"http://127.0.0.1:{prefect_port}/api"
     mlflow = f"http://127.0.0.1:{mlflow_port}"
-    env = os.environ | {"PREFECT_API_URL": api}
+    env = os.environ | {"PREFECT_API_URL": api, "RLSTAGES_DIR": str(Path.cwd())}
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     children: list[subprocess.Popen[bytes]] = []
     try:

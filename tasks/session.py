@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -221,12 +222,15 @@ def current_session(run: str) -> Session:
     return _OPEN[run]
 
 
+@cache
 def code_version() -> str:
-    """Version of the package and, in a checkout, the commit."""
+    """Version of the package and, in a checkout with git at hand, the commit this process started from."""
     from importlib.metadata import version
 
-    here = Path(__file__).resolve().parent
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return f"rlstages {version('rlstages')}" + (f" ({commit})" if commit else "")
+    found, checkout = f"rlstages {version('rlstages')}", Path(__file__).resolve().parent.parent
+    git = shutil.which("git")
+    if git is None or not (checkout / ".git").exists():  # else git would look in the folders above an installation
+        return found
+    describe = [git, "describe", "--always", "--dirty"]
+    commit = subprocess.run(describe, cwd=checkout, capture_output=True, text=True, check=False).stdout.strip()
+    return f"{found} ({commit})" if commit else found

@@ -40,10 +40,22 @@ def check_run(run: str, iteration: int) -> RunConfig:
 
 
 def manifests(store: RunStore, iteration: int) -> dict[str, Manifest | None]:
-    """Manifest by stage of what an iteration is made of; null where an output is missing or damaged."""
+    """Manifest by stage of what an iteration is made of; null where an output is missing or damaged.
+
+    While an iteration is made anew its record still names outputs of the time before: those whose inputs are no longer
+    the iteration's own are left out.
+    """
     record = store.iteration(iteration) or {"stages": {}}
     made = record["stages"]
-    return {name: read_manifest(store.path / made[name]["folder"]) for name in STAGES if name in made}
+    found: dict[str, Manifest | None] = {}
+    current = {"policy": record["policy"]["digest"]} if "policy" in record else {}
+    for name, spec in STAGES.items():
+        if name not in made:
+            continue
+        manifest = read_manifest(store.path / made[name]["folder"])
+        if manifest is None or all(current.get(read) == manifest.inputs[read].digest for read in spec.reads):
+            found[name], current[name] = manifest, made[name]["digest"]
+    return found
 
 
 def print_status(console: Console, run: str) -> None:
@@ -106,7 +118,8 @@ def print_samples(console: Console, run: str, iteration: int, groups: int) -> No
 
 
 def _sample_rows(store: RunStore, iteration: int, config: RunConfig) -> list[dict[str, Any]]:
-    made = (store.iteration(iteration) or {})["stages"]
+    current = manifests(store, iteration)
+    made = {name: record for name, record in (store.iteration(iteration) or {})["stages"].items() if name in current}
     if "generate" not in made:
         raise RunError(f"iteration {iteration} of run {store.name!r} has no trajectories yet")
     columns = ["group_id", "sample_id", "prompt_messages", "text", "finish_reason"]
@@ -141,8 +154,9 @@ def _print_group(console: Console, group: list[dict[str, Any]]) -> None:
 
 
 def _short(text: str, limit: int) -> str:
-    flat = text.replace("\n", "\\n")
-    return flat if len(flat) <= limit else f"{flat[: limit - 1]}…"
+    """One line; what would move the cursor or change the terminal is shown as its escape."""
+    flat = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:limit])
+    return flat if len(text) <= limit and len(flat) <= limit else f"{flat[: limit - 1]}…"
 
 
 def closing_lines(run: str) -> dict[str, str]:
@@ -151,9 +165,8 @@ def closing_lines(run: str) -> dict[str, str]:
     config = store.config()
     last = _last_iteration(store)
     lines = {"run folder": str(store.path)}
-    first_eval = next(iter((store.path / "iterations" / "base" / "evaluate").glob("*")), None)
-    base = read_manifest(first_eval) if first_eval else None
     final = manifests(store, last).get("evaluate")
+    base = _first_evaluation(store, final)
     if base and final and "eval/greedy_accuracy" in final.metrics:
         before, after = (number(m.metrics["eval/greedy_accuracy"]) for m in (base, final))
         lines["held-out"] = f"{before} before training, {after} after {last + 1} iterations"
@@ -166,6 +179,12 @@ def closing_lines(run: str) -> dict[str, str]:
         f"rlstages up, then http://127.0.0.1:{MLFLOW_PORT}, or: mlflow ui --backend-store-uri {tracking_uri()}"
     )
     return lines
+
+
+def _first_evaluation(store: RunStore, final: Manifest | None) -> Manifest | None:
+    """The evaluation of the model the run started from, of the same problems under the same settings as `final`."""
+    found = [read_manifest(path) for path in sorted(store.iteration_dir(-1).glob("evaluate/*"))]
+    return next((m for m in found if m and final and m.identity == final.identity), None)
 
 
 def _champion(model_name: str) -> str:

@@ -32,7 +32,7 @@ def number(value: float | None) -> str:
     """A metric as a person reads it; an undefined one is said to be so."""
     if value is None:
         return "not defined"
-    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
 
 
 def summary_markdown(session: Session, iteration: int, results: list[StageResult]) -> str:

@@ -27,21 +27,20 @@ def train(context: StageContext, services: Services, progress: Progress) -> Outc
     steps = list(learner.update(rows, step_plan(config, context.iteration), progress))
     learner.save(context.output)
     written = write_table(context.output / "part-0000.parquet", _step_rows(steps), TRAIN_STEPS)
-    return Outcome(rows=written, metrics=_iteration_values(steps))
+    applied = float(sum(stats.applied for stats in steps))
+    return Outcome(rows=written, metrics=_iteration_values(steps) | {"learner/steps_applied": applied})
 
 
 def _rows(context: StageContext) -> list[TrainRow]:
     columns = ["group_id", "sample_id", "prompt_ids", "completion_ids", "action_mask", "sampler_logprobs"]
     trajectories = read_table(context.folder("generate"), TRAJECTORIES).select(columns).to_pylist()
-    advantages = {
-        (row["group_id"], row["sample_id"]): row
-        for row in read_table(context.folder("advantage"), ADVANTAGES).to_pylist()
-    }
-    if len(advantages) != len(trajectories):
+    table = read_table(context.folder("advantage"), ADVANTAGES).to_pylist()
+    advantages = {(row["group_id"], row["sample_id"]): row for row in table}
+    if len(table) != len(advantages) or advantages.keys() != {(r["group_id"], r["sample_id"]) for r in trajectories}:
         raise DataError(
             "advantages and trajectories do not have the same rows",
-            expected=f"{len(trajectories)} rows",
-            got=f"{len(advantages)}",
+            expected=f"the keys of {len(trajectories)} trajectories, each once",
+            got=f"{len(table)} advantages",
             todo="rerun from advantage",
         )
     rows = []

@@ -3,7 +3,7 @@
     python kill_at.py POINT STAGE ITERATION arguments of rlstages...
 
 POINT: `work`: the stage's work is under way. `publish`: its files are written, their folder has no manifest and not its
-final name. `record`: the folder is published, the iteration's record does not know it yet.
+final name. `worker`: as `work`, but only the worker is killed, once.
 """
 
 from __future__ import annotations
@@ -38,12 +38,22 @@ def explode_soon(folder: Any) -> None:
     explode()
 
 
-perform, publish, record = Session._perform, RunStore.publish, Session._record
+def kill_worker_soon(session: Session) -> None:
+    time.sleep(0.02)
+    assert session.worker._child is not None
+    os.kill(session.worker._child.pid, signal.SIGKILL)
+
+
+perform, publish = Session._perform, RunStore.publish
+workers_killed: list[int] = []
 
 
 def perform_with_bomb(self: Session, target: Any, context: Any) -> Any:
     if point == "work" and is_target(target.spec.name, context.iteration):
         threading.Thread(target=explode_soon, args=(context.output,), daemon=True).start()
+    if point == "worker" and is_target(target.spec.name, context.iteration) and not workers_killed:
+        workers_killed.append(1)
+        threading.Thread(target=kill_worker_soon, args=(self,), daemon=True).start()
     return perform(self, target, context)
 
 
@@ -53,12 +63,6 @@ def publish_with_bomb(self: RunStore, partial: Any, manifest: Any) -> Any:
     return publish(self, partial, manifest)
 
 
-def record_with_bomb(self: Session, result: Any, number: int) -> Any:
-    if point == "record" and is_target(result.stage, number):
-        explode()
-    return record(self, result, number)
-
-
-Session._perform, RunStore.publish, Session._record = perform_with_bomb, publish_with_bomb, record_with_bomb  # type: ignore[method-assign]
+Session._perform, RunStore.publish = perform_with_bomb, publish_with_bomb  # type: ignore[method-assign]
 sys.argv = ["rlstages", *sys.argv[4:]]
 cli.main()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -61,19 +59,6 @@ def test_sigkill_in_every_stage_leaves_no_trace_in_the_result(
 
 def test_worker_killed_from_outside_costs_one_attempt(project: Any, quiet: dict[str, str]) -> None:
     """The stage fails with a clear error, its retry starts a new worker, and the run ends as if nothing had been."""
-    process = project.start("run", "smoke")
-    record = project.run_folder("smoke") / "iterations" / "0000" / "iteration.json"
-    deadline = time.monotonic() + 120
-    while not record.exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.005)
-    worker = next(pid for pid in project.workers() if b"tasks.worker" in Path(f"/proc/{pid}/cmdline").read_bytes())
-    os.kill(worker, signal.SIGKILL)
-    try:
-        output, _ = process.communicate(timeout=240)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    assert process.returncode == 0, output
-    assert "died before it answered" in output
+    output = project.call("worker", "train", "1", "run", "smoke", driver=KILL_AT)
+    assert "it0001/train failed: tasks.worker" in output and "died before it answered" in output
     assert digests(project.run_folder("smoke")) == quiet
