@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import TracebackType
 from typing import Any
 
@@ -15,6 +16,8 @@ from rl_core.errors import RlstagesError
 from rl_core.stages import STAGES
 from tasks.events import StageEvent, observed
 from tasks.stage import StageResult
+
+HEADER = "        reward  held-out  groups  " + "".join(f"{name[:5]:>6}" for name in STAGES)
 
 
 class Display:
@@ -34,6 +37,7 @@ class Display:
         )
         self._bars: dict[str, TaskID] = {}
         self._observing = observed(self)
+        self._printed = False
 
     def __enter__(self) -> Display:
         self._observing.__enter__()
@@ -60,7 +64,7 @@ class Display:
                     message = escape(event.error.message)
                     self._console.print(f"[yellow]{_label(event.iteration)}/{event.stage} failed:[/] {message}")
             case "completed":
-                self._console.print(self.iteration_line(event.iteration))
+                self._print_line(event.iteration)
 
     def _start(self, event: StageEvent) -> None:
         if event.iteration not in self._results:
@@ -81,25 +85,28 @@ class Display:
         self._progress.update(self._bars[event.stage], total=1, completed=1, note=note)
         self._progress.stop_task(self._bars[event.stage])
         if event.iteration < 0:
-            accuracy = _accuracy(event.result.metrics)
-            self._console.print(f"[bold]start [/]  {accuracy}  evaluate {event.result.seconds:.1f}s")
+            self._print_line(event.iteration)
+
+    def _print_line(self, iteration: int) -> None:
+        if not self._printed:
+            self._console.print(HEADER, style="dim", highlight=False)
+        self._printed = True
+        self._console.print(self.iteration_line(iteration), highlight=False, soft_wrap=True)
 
     def iteration_line(self, iteration: int) -> Text:
-        """One line: reward, held-out accuracy, groups with signal, seconds per stage (`=` where reused)."""
+        """One line under `HEADER`; `=` in place of seconds where the output was there already."""
         results = self._results.get(iteration, {})
-        metrics: dict[str, float | None] = {}
-        for result in results.values():
-            metrics |= result.metrics
+        metrics = {name: value for result in results.values() for name, value in result.metrics.items()}
         groups, kept = metrics.get("groups/count"), metrics.get("groups/kept_frac")
         signal = f"{round(groups * kept)}/{round(groups)}" if groups is not None and kept is not None else "-"
-        times = " ".join(
-            f"{name[:3]} {'=' if result.reused else f'{result.seconds:.1f}'}" for name, result in results.items()
-        )
         text = Text.assemble(
-            (f"it{iteration:04d} ", "bold"),
-            f" reward {_value(metrics.get('reward/mean'))}  {_accuracy(metrics)}  groups {signal}  ",
-            (f"{times} s", "dim"),
+            (f"{_label(iteration):<6}", "bold"),
+            f"  {_value(metrics.get('reward/mean')):>6}  {_value(_accuracy(metrics)):>8}  {signal:>6}  ",
         )
+        for name in STAGES:
+            result = results.get(name)
+            seconds = "-" if result is None else "=" if result.reused else f"{result.seconds:.1f}"
+            text.append(f"{seconds:>6}", "dim")
         decision = results.get("register")
         if decision is not None and decision.state.get("alias") == "champion":
             text.append("  champion", "green")
@@ -107,17 +114,16 @@ class Display:
 
 
 def _label(iteration: int) -> str:
-    return "start " if iteration < 0 else f"it{iteration:04d}"
+    return "start" if iteration < 0 else f"it{iteration:04d}"
 
 
 def _value(value: float | None) -> str:
-    return "  -  " if value is None else f"{value:5.3f}"
+    return "-" if value is None else f"{value:.3f}"
 
 
-def _accuracy(metrics: dict[str, float | None]) -> str:
-    names = ["eval/greedy_accuracy", *sorted(name for name in metrics if name.startswith("eval/avg_at_"))]
-    found = [metrics[name] for name in names if metrics.get(name) is not None]
-    return f"held-out {_value(found[0])}" if found else "held-out   -  "
+def _accuracy(metrics: dict[str, float | None]) -> float | None:
+    names = ["eval/greedy_accuracy", *sorted(name for name in metrics if re.fullmatch(r"eval/avg_at_\d+", name))]
+    return next((metrics[name] for name in names if metrics.get(name) is not None), None)
 
 
 def print_error(console: Console, error: RlstagesError) -> None:
