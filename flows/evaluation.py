@@ -1,4 +1,4 @@
-"""Evaluate any checkpoint of a run again, for instance with more problems or samples."""
+"""Evaluate any checkpoint of a run, or any registered version, again: with more problems, samples or another judge."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ from typing import Any
 from prefect import flow
 
 from tasks.evaluate import evaluate
+from tasks.registry import registered_policy
 from tasks.session import open_session, runs_dir
+from tasks.settings import tracking_uri
 
 
-@flow(name="evaluation", flow_run_name="{run}/policy{policy:04d}", persist_result=False)
-def evaluation(run: str, policy: int, overrides: list[str] | None = None) -> dict[str, Any]:
-    """Evaluate policy number `policy` of a run (0 is the model it started from) and return the metrics."""
+@flow(name="evaluation", flow_run_name="{model}/{version}", persist_result=False)
+def evaluation(model: str, version: str = "champion", overrides: list[str] | None = None) -> dict[str, Any]:
+    """Evaluate a version (number or alias) of a registered model with changed settings; returns place and metrics.
+
+    The rows lie beside those of the run that made the version and do not replace them.
+    """
+    run, policy = registered_policy(tracking_uri(), model, version)
     with open_session(run, runs_dir()) as session:
         session.iterations.begin_evaluation(policy, overrides or [])
         result = evaluate(run, policy - 1, train=session.iterations.position(policy).policy)

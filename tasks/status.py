@@ -141,16 +141,17 @@ def _mean_reward(group: list[dict[str, Any]]) -> float:
 
 def _print_group(console: Console, group: list[dict[str, Any]]) -> None:
     prompt = " / ".join(message["content"] for message in group[0]["prompt_messages"] if message["role"] != "system")
-    console.print(f"[bold]group {group[0]['group_id']}[/]  {escape(_short(prompt, 200))}", highlight=False)
+    console.print(
+        f"[bold]group {group[0]['group_id']}[/]  {escape(_short(prompt, max(40, console.width - 16)))}", highlight=False
+    )
+    console.print("  sample  reward  advantage  finish  answer", style="dim")
     for row in sorted(group, key=lambda row: row["sample_id"]):
-        reward = "   -  " if row.get("reward") is None else f"{row['reward']:6.3f}"
-        advantage = "   -  " if row.get("advantage") is None else f"{row['advantage']:+6.3f}"
+        reward = "-" if row.get("reward") is None else f"{row['reward']:.3f}"
+        advantage = "-" if row.get("advantage") is None else f"{row['advantage']:+.3f}"
         note = row.get("drop_reason") or ""
-        console.print(
-            f"  {row['sample_id']:>3}  reward {reward}  advantage {advantage}  {row['finish_reason']:<6} "
-            f"{escape(_short(row['text'], 100))}  [dim]{note}[/]",
-            highlight=False,
-        )
+        start = f"  {row['sample_id']:>6} {reward:>7} {advantage:>10}  {row['finish_reason']:<6}  "
+        room = max(20, console.width - len(start) - len(note) - 1)
+        console.print(f"{start}{escape(_short(row['text'], room))} [dim]{note}[/]", highlight=False, soft_wrap=True)
 
 
 def _short(text: str, limit: int) -> str:

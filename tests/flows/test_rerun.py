@@ -139,3 +139,21 @@ def test_show_and_status(finished: Any) -> None:
     assert "best groups" in shown and "worst groups" in shown and "advantage" in shown
     assert "2 of 2 iterations complete" in finished.call("status", "looked-at")
     assert "has no iteration 7" in finished.call("show", "looked-at", "--iteration", "7", expect=2)
+
+
+def test_a_registered_version_is_evaluated_again(copied: Any) -> None:
+    """The champion with other settings: rows beside the run's own, whose record does not change."""
+    run = copied.run_folder("looked-at")
+    made = [record(run, iteration) for iteration in (0, 1)]
+    before = stamps(run)
+    script = copied.folder / "evaluate_champion.py"
+    script.write_text(
+        "from tasks import settings\nsettings.apply_defaults()\nfrom flows.evaluation import evaluation\n"
+        "print(evaluation('looked-at', 'champion', ['evaluate.problems=5', 'evaluate.samples=3']))\n"
+    )
+    output = copied.call(driver=script)
+    assert "eval/pass_at_3" in output
+    new = {path for path in stamps(run, "evaluate") if path not in before}
+    (part,) = (run / path for path in new if path.endswith(".parquet"))
+    assert pl.read_parquet(part).height == 5 * (1 + 3)
+    assert [record(run, iteration) for iteration in (0, 1)] == made

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rl_core.errors import DataError, StageTimeoutError, WorkerError
+from rl_core.errors import StageTimeoutError, WorkerError
 from rl_core.manifest import Ref, content_digest
 from rl_core.recipes import build_config
 from tasks.files import describe, read_json
@@ -232,12 +232,11 @@ def test_a_stage_past_its_limit_is_stopped(place: Place, quiet: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_failed_session_is_failed_in_mlflow(place: Place) -> None:
-    """And a mistake of the user is told by the stage that finds it, with nothing written."""
-    store = place.create("failed", generate={"max_prompt_tokens": 4, "prompts_per_iteration": 2})
-    with pytest.raises(DataError, match="longer than the limit"), place.opened("failed") as session:
+def test_a_session_that_ends_early_is_failed_in_mlflow(place: Place, quiet: Any) -> None:
+    place.create("failed")
+    with pytest.raises(KeyboardInterrupt), place.opened("failed") as session:
         tracker = session.tracker
         assert tracker.client.get_run(tracker.run_id).info.status == "RUNNING"
-        Steps(session, session.iterations.resume_position()).run("generate")
+        raise KeyboardInterrupt
     assert tracker.client.get_run(tracker.run_id).info.status == "FAILED"
-    assert partials(store) == [] and list(store.path.rglob("*.parquet")) == []
+    assert tracker.client.get_run(quiet[0].tracker.run_id).info.status == "RUNNING"
