@@ -13,7 +13,7 @@ from rl_core.manifest import Ref
 from rl_core.stages import stages_from
 from tasks.evaluate import evaluate
 from tasks.iterations import Position
-from tasks.launch import prepare_run
+from tasks.launch import continue_or_prepare
 from tasks.session import Session, open_session, runs_dir
 from tasks.settings import without_heartbeat
 from tasks.summary import generation_progress
@@ -22,7 +22,7 @@ from tasks.summary import generation_progress
 @flow(name="training-run", flow_run_name="{run}", persist_result=False)
 def training_run(run: str, overrides: list[str] | None = None) -> dict[str, Any]:
     """Start or continue a run, by its name or by a recipe: what is complete stays, what is stale or missing is made."""
-    run = prepare_run(run, overrides or [])
+    run = continue_or_prepare(run, overrides or [])
     with open_session(run, runs_dir()) as session, generation_progress():
         position = session.iterations.resume_position()
         began_at = position.iteration

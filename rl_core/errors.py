@@ -115,7 +115,7 @@ class NonFiniteError(StageError):
 
 
 class CorruptOutputError(StageError):
-    pass
+    retryable = False
 
 
 class StorageError(StageError):

@@ -52,7 +52,7 @@ def verify(folder: Path, digest: str) -> None:
             f"{folder} does not hold what its digest says",
             expected=digest[:12],
             got=found[:12],
-            todo="continue the run: the stage that wrote it is executed again",
+            todo="rerun the stage that wrote it; a damaged starting model has to be restored",
         )
 
 

@@ -94,10 +94,14 @@ class Iterations:
         """Prepare a stand-alone evaluation of a policy: it lies beside the run's own and enters no iteration record."""
         self._records[policy - 1] = {"overrides": overrides, "cursor": 0, "detached": True}
 
+    def is_detached(self, iteration: int) -> bool:
+        """What runs under this number is a stand-alone evaluation, not the run's own."""
+        return bool(self._records.get(iteration, {}).get("detached"))
+
     def add(self, iteration: int, stage: str, made: dict[str, str]) -> None:
         """Write down which output of a stage the iteration is made of."""
         record = self._records.get(iteration)
-        if record is None or record.get("detached") or record["stages"].get(stage) == made:
+        if record is None or self.is_detached(iteration) or record["stages"].get(stage) == made:
             return
         record["stages"][stage] = made
         self._store.write_iteration(iteration, record)

@@ -59,6 +59,13 @@ def _read_recipe(path: Path) -> str:
         raise ConfigError(f"{path} is not valid TOML", expected="text in UTF-8", got=str(error)) from error
 
 
+def continue_or_prepare(target: str, overrides: list[str]) -> str:
+    """The run of that name as it is, if there is one and nothing is to change; else as `prepare_run`."""
+    if not overrides and RunStore(runs_dir(), target).exists():
+        return target
+    return prepare_run(target, overrides)
+
+
 def prepare_run(target: str, overrides: list[str]) -> str:
     """Create the run of a recipe, or find the one that exists; returns its name.
 

@@ -169,6 +169,8 @@ class Session:
         tell(StageEvent(kind, self.store.name, iteration, stage, **more))
 
     def _track(self, result: StageResult, iteration: int, manifest: Manifest) -> None:
+        if self.iterations.is_detached(iteration):
+            return  # its numbers would mix with the run's own at the same step
         metrics = dict(manifest.metrics)
         seconds = manifest.measured.get("seconds")
         if isinstance(seconds, float):

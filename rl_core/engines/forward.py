@@ -56,18 +56,6 @@ def forward_mode(model: Any, gradient_checkpointing: bool) -> Iterator[None]:
             module.training = flag
 
 
-def longest_sequence(policy: Policy) -> int:
-    """Tokens of prompt and completion that may stand in a row: the context, or the window of a layer that slides.
-
-    The 4-D mask has no window, so that a longer sequence would give other log-probs than the sampler saw.
-    """
-    config = policy.model.config.get_text_config()
-    layers = getattr(config, "layer_types", None) or ()
-    window = getattr(config, "slidinglongest_sequence", None)
-    slides = "sliding_attention" in layers if layers else getattr(config, "use_slidinglongest_sequence", True)
-    return min(window, policy.context_tokens) if window and slides else policy.context_tokens
-
-
 def check_shared_prefix(policy: Policy) -> None:
     """Compare shared-prefix rows with plain forward passes on a few tokens.
 

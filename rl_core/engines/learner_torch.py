@@ -16,7 +16,7 @@ from torch import Tensor
 from rl_core.algorithms import Algorithm, resolve, token_loss
 from rl_core.batching import Arranged, MicroBatch, arrange, microbatches, step_order
 from rl_core.engines.base import Progress, StepPlan, StepStats, TrainRow
-from rl_core.engines.forward import check_shared_prefix, forward_mode, longest_sequence, score_tokens
+from rl_core.engines.forward import check_shared_prefix, forward_mode, score_tokens
 from rl_core.engines.optimizer import Optimizer, learning_rate
 from rl_core.engines.step import Minibatch, Tally, check_rows, non_finite, split_update, ticker
 from rl_core.errors import ConfigError
@@ -67,7 +67,7 @@ class TorchLearner:
             ConfigError: a KL term in the loss without a reference.
         """
         arranged = arrange(rows)
-        check_rows(arranged, longest_sequence(self.policy))
+        check_rows(arranged, self.policy.context_tokens)
         return self._update(arranged, plan, progress)
 
     def logprobs(
@@ -75,7 +75,7 @@ class TorchLearner:
     ) -> list[list[float | None]]:
         """Log-probs in nats at the plan's temperature, per row in the order given; null where not an action token."""
         arranged = arrange(rows)
-        check_rows(arranged, longest_sequence(self.policy))
+        check_rows(arranged, self.policy.context_tokens)
         policy = self._reference_policy() if reference else self.policy
         batches = microbatches(arranged, range(len(arranged.rows)), plan.micro_batch_tokens)
         values = self._score(policy, arranged, batches, plan, lambda: None).tolist()
@@ -107,7 +107,7 @@ class TorchLearner:
     def gradients(self, rows: Sequence[TrainRow], plan: StepPlan) -> StepStats:
         """Loss and metrics of one step over all rows; its gradients stay in the weights' `grad`, no step is taken."""
         arranged = arrange(rows)
-        check_rows(arranged, longest_sequence(self.policy))
+        check_rows(arranged, self.policy.context_tokens)
         single = plan.learner.model_copy(update={"minibatches": 1, "update_epochs": 1})
         update, (mini,) = self._prepare(arranged, replace(plan, learner=single), None)
         self.optimizer.forget_gradients()

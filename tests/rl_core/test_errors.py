@@ -61,7 +61,8 @@ def test_who_is_to_act_follows_from_the_branch(cls: type[RlstagesError]) -> None
     assert not (cls.user_error and cls.retryable)
     assert issubclass(cls, UserError) <= issubclass(cls, ValueError)
     assert issubclass(cls, StageError) <= issubclass(cls, RuntimeError)
-    assert cls.retryable == (issubclass(cls, StageError) and cls is not errors.NonFiniteError)
+    comes_again = (errors.NonFiniteError, errors.CorruptOutputError)
+    assert cls.retryable == (issubclass(cls, StageError) and not issubclass(cls, comes_again))
 
 
 def test_text_says_what_was_expected_got_and_to_do() -> None:

@@ -25,7 +25,7 @@ PRINT = "0123456789abcdef" * 4
 WRITER = """
 import json, os, signal, sys
 from pathlib import Path
-import tasks.store as module
+import tasks.files as module
 from tasks.files import describe
 from tasks.store import RunStore
 from rl_core.manifest import Manifest, content_digest
