@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | sha256sum | cut -c1-12)
 
-.PHONY: setup quickstart smoke test check up clean
+.PHONY: setup quickstart smoke test check up purge
 
 quickstart: setup ## train SmolLM2-135M on sums and watch it get better
 	$(BIN)/rlstages run quickstart
@@ -12,7 +12,7 @@ smoke: setup ## two iterations of a tiny random model
 	$(BIN)/rlstages run smoke
 
 test: check ## everything: linters, types, architecture, all tests
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2 --dist loadfile --durations 15
 
 check: setup ## format, lint, types, import arrows
 	$(BIN)/ruff format --check .
@@ -35,5 +35,5 @@ $(STAMP):
 	rm -f $(VENV)/.installed-*
 	touch $@
 
-clean: ## remove runs and models made here, keep the environment
+purge: ## remove all runs, models and tracking data made here, keep the environment
 	rm -rf runs models .state mlruns mlflow.db

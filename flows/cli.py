@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from rl_core.errors import RlstagesError
+from rl_core.errors import RlstagesError, StageError
 from rl_core.execution import StageName
 from rl_core.recipes import config_json
 from tasks import settings
@@ -45,7 +45,7 @@ def run(
         return
     with out.status("checking model, environment and rewards"):
         name = prepare_run(target, set_)
-    made = _flow("training_run", config.iterations, run=name)
+    made = _flow("training_run", run=name)
     if made["began_at"] == made["iterations"]:
         out.print(f"nothing to do: all {made['iterations']} iterations are complete")
     _end(name)
@@ -58,13 +58,19 @@ def rerun(
     from_: Annotated[StageName, typer.Option("--from", help="First stage to execute again.")],
     set_: Sets = [],  # noqa: B006 - typer copies it
     force: Annotated[bool, typer.Option("--force", help="Execute all later stages too.")] = False,
+    reset: Annotated[bool, typer.Option("--reset", help="Drop the overrides of earlier reruns.")] = False,
 ) -> None:
     """Execute a stage of a past iteration again; what follows it runs only where its inputs changed."""
     from tasks.status import check_run
 
-    config = check_run(run, iteration)
+    check_run(run, iteration)
     made = _flow(
-        "rerun", config.iterations, run=run, iteration=iteration, from_stage=from_, overrides=set_ or None, force=force
+        "rerun",
+        run=run,
+        iteration=iteration,
+        from_stage=from_,
+        overrides=[] if reset else set_ or None,
+        force=force,
     )
     if made["stale_after"] is not None:
         out.print(f"policy {iteration + 1} changed: `rlstages run {run}` makes the later iterations anew")
@@ -123,7 +129,7 @@ def up(
     serve_until_interrupted(out, prefect_port, mlflow_port)
 
 
-def _flow(flow: str, iterations: int, **parameters: Any) -> dict[str, Any]:
+def _flow(flow: str, **parameters: Any) -> dict[str, Any]:
     """Call a flow in this process with the terminal display around it."""
     from tasks.servers import connect
 
@@ -132,7 +138,7 @@ def _flow(flow: str, iterations: int, **parameters: Any) -> dict[str, Any]:
         import flows.training_run as flows_
 
         settings.quiet_console()
-    with Display(out, iterations):
+    with Display(out):
         result: dict[str, Any] = getattr(flows_, flow)(**parameters)
     return result
 
@@ -154,9 +160,15 @@ def main() -> None:
             raise
         print_error(err, error)
         sys.exit(2 if error.user_error else 1)
-    except KeyboardInterrupt:
-        err.print("stopped; the same command continues it")
-        sys.exit(130)
+    except SystemExit as end:
+        if end.code == 130:
+            err.print("stopped; the same command continues it")
+        raise
+    except Exception as error:
+        if debug:
+            raise
+        print_error(err, StageError(f"{type(error).__name__}: {error}", todo="repeat with --debug for the traceback"))
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Evaluate any checkpoint of a run, or any registered version, again: with more problems, samples or another judge."""
+"""Evaluate any registered version again: with more problems, samples or another judge."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def evaluation(model: str, version: str = "champion", overrides: list[str] | Non
 
     The rows lie beside those of the run that made the version and do not replace them.
     """
-    run, policy = registered_policy(tracking_uri(), model, version)
+    run, policy, checkpoint = registered_policy(tracking_uri(), model, version)
     with open_session(run, runs_dir()) as session:
         session.iterations.begin_evaluation(policy, overrides or [])
-        result = evaluate(run, policy - 1, train=session.iterations.position(policy).policy)
+        result = evaluate(run, policy - 1, train=checkpoint)
         return {"run": run, "policy": policy, "folder": result.folder, "metrics": result.metrics}

@@ -45,9 +45,10 @@ def rerun(
     """Execute one stage of one iteration again; what follows it runs only if its inputs changed (`force`: always)."""
     with open_session(run, runs_dir()) as session, generation_progress():
         position = session.iterations.position(iteration)
+        session.check_rerun(iteration, from_stage, overrides)
         execute = stages_from(from_stage) if force else [from_stage]
         following = _step(session, position, [*execute], overrides)
-        stale = session.iterations.resume_position().iteration <= iteration < session.config.iterations - 1
+        stale = session.iterations.is_stale(following)
         return {"run": run, "policy": following.policy.model_dump(), "stale_after": iteration if stale else None}
 
 

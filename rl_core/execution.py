@@ -31,7 +31,7 @@ class ExecutionConfig(Section):
     reward_batch_rows: int = Field(default=64, ge=1)
     """Rows in one call of a reward function; groups are kept whole where they fit."""
     timeout_seconds: dict[StageName, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
-    """Limit per stage; the stage's processes are killed when it is passed."""
+    """Limit per stage that runs in the worker (all but register); its processes are killed when it is passed."""
     retries: dict[StageName, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
     """Retries per stage; a stage not named has one."""
     retry_delay_seconds: float = Field(default=1.0, ge=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
 from typing import Literal
 
 from pydantic import Field, JsonValue
@@ -52,9 +51,6 @@ class Manifest(Section):
     measured: dict[str, JsonValue] = Field(default_factory=dict)
     """What differs between two equal executions: seconds, host, process, device, threads, reward seconds."""
     code_version: str = ""
-
-    def part_files(self) -> list[str]:
-        return [entry.name for entry in self.files if PurePosixPath(entry.name).match("part-*.parquet")]
 
 
 def content_digest(files: list[FileEntry]) -> str:

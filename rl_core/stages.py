@@ -109,6 +109,7 @@ def _evaluate(config: RunConfig, facts: Facts) -> dict[str, JsonValue]:
         "max_completion_tokens": config.evaluate.max_completion_tokens or config.generate.max_completion_tokens,
         "evaluate": config.evaluate.model_dump(mode="json", exclude={"every", "reward", "max_completion_tokens"}),
         "judge": [judge.function, judge.params, facts["rewards"][judge.name], config.scoring.timeout_seconds],
+        "max_unscored_fraction": config.scoring.max_unscored_fraction,
     }
 
 

@@ -23,9 +23,8 @@ HEADER = "        reward  held-out  groups  " + "".join(f"{name[:5]:>6}" for nam
 class Display:
     """Observer that draws the run; use it as a context manager around the flow."""
 
-    def __init__(self, console: Console, iterations: int) -> None:
+    def __init__(self, console: Console) -> None:
         self._console = console
-        self._iterations = iterations
         self._results: dict[int, dict[str, StageResult]] = {}
         self._progress = Progress(
             TextColumn("{task.description}"),

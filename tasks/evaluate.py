@@ -8,6 +8,7 @@ from pydantic import JsonValue
 
 from rl_core.config import RunConfig
 from rl_core.engines.base import Progress
+from rl_core.errors import RewardFailedError
 from rl_core.evaluation import avg_at_k, bootstrap_interval, mean_pass_at_k, problem_means, wilson
 from rl_core.schemas import EVALUATION
 from rl_core.seeds import seed
@@ -66,6 +67,15 @@ def _judge(rows: list[dict[str, Any]], context: StageContext, services: Services
         value = score.values[name]
         row |= {"score": value, "reason": score.reasons[name]}
         row["correct"] = value is not None and value >= config.evaluate.correct_at
+    unscored = [row for row in rows if row["score"] is None]
+    if len(unscored) > config.scoring.max_unscored_fraction * len(rows):
+        # A judge that fails on most answers says nothing about the policy.
+        raise RewardFailedError(
+            f"{len(unscored)} of {len(rows)} held-out answers have no score",
+            expected=f"at most {config.scoring.max_unscored_fraction:.0%} (scoring.max_unscored_fraction)",
+            got=str(unscored[0]["reason"]).strip().splitlines()[0],
+            todo="mend the reward that judges, or raise the limit",
+        )
     return dict(pool.seconds)
 
 

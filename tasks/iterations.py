@@ -6,12 +6,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_core.config import RunConfig
-from rl_core.errors import RunError
+from rl_core.errors import ConfigError, RunError
 from rl_core.manifest import Ref, content_digest
 from rl_core.recipes import apply_overrides, build_config, config_json
 from rl_core.stages import STAGES
 from tasks.files import describe
 from tasks.store import RunStore, read_manifest
+
+FIXED = ("name", "iterations", "model.source", "execution.threads")
+"""Settings of a whole run: a rerun of one iteration cannot change them."""
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].strip()
 
 
 @dataclass(frozen=True)
@@ -35,16 +42,24 @@ class Iterations:
     # -- where to go on -----------------------------------------------------------------------------------------------
     def resume_position(self) -> Position:
         """The first iteration that is not complete, or whose inputs have changed since it was made."""
+        passed = self._passed()
+        # The policy to go on from is read as a whole: a checkpoint that lost a bit is made again.
+        while len(passed) > 1 and not self._intact(passed[-1].policy):
+            passed.pop()
+        return passed[-1]
+
+    def complete(self) -> int:
+        """How many iterations, from the first on, are complete and made from one another."""
+        return self._passed()[-1].iteration
+
+    def _passed(self) -> list[Position]:
         passed = [self._start]
         while passed[-1].iteration < self._config.iterations:
             following = self._following(passed[-1])
             if following is None:
                 break
             passed.append(following)
-        # The policy to go on from is read as a whole: a checkpoint that lost a bit is made again.
-        while len(passed) > 1 and not self._intact(passed[-1].policy):
-            passed.pop()
-        return passed[-1]
+        return passed
 
     def position(self, iteration: int) -> Position:
         """Where a given iteration starts. Raises `RunError` when an earlier one is not complete."""
@@ -122,11 +137,28 @@ class Iterations:
     def config(self, iteration: int) -> RunConfig:
         """The run's config with the overrides of that iteration."""
         record = self._records.get(iteration)
-        overrides = record["overrides"] if record else []
+        return self.overridden(iteration, record["overrides"] if record else [])
+
+    def overridden(self, iteration: int, overrides: list[str]) -> RunConfig:
+        """The run's config with overrides that an iteration may have. Raises `ConfigError` for any other."""
+        if fixed := [item for item in overrides if _key(item) in FIXED]:
+            raise ConfigError(
+                f"one iteration cannot have {', '.join(fixed)} of its own",
+                expected=f"settings other than {', '.join(FIXED)}",
+                todo="start a new run with --set name=...",
+            )
         if not overrides:
             return self._config
         return build_config(
             apply_overrides(config_json(self._config), overrides), f"iteration {iteration} with overrides"
+        )
+
+    def is_stale(self, start: Position) -> bool:
+        """An iteration was made from another policy or cursor than it would start from now."""
+        record = self._store.iteration(start.iteration)
+        return record is not None and (record["policy"]["digest"], record["cursor"]) != (
+            start.policy.digest,
+            start.cursor,
         )
 
     def cursor(self, iteration: int) -> int:

@@ -55,8 +55,8 @@ def resolve_config(target: str, overrides: list[str]) -> RunConfig:
 def _read_recipe(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML", expected="text in UTF-8", got=str(error)) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read", expected="a TOML file in UTF-8", got=str(error)) from error
 
 
 def continue_or_prepare(target: str, overrides: list[str]) -> str:
@@ -75,18 +75,7 @@ def prepare_run(target: str, overrides: list[str]) -> str:
     config = resolve_config(target, overrides)
     store = RunStore(runs_dir(), config.name)
     if store.exists():
-        changed = _changes(store.record()["config"], config_json(config))
-        refused = [key for key in changed if key.split(".")[0] not in CHANGEABLE]
-        if refused:
-            raise ConfigError(
-                f"run {config.name!r} exists with another config",
-                expected="the same config; only iterations and execution may change",
-                got="different: " + ", ".join(refused),
-                todo=f"{_how_to_continue(config.name)}, or add --set name=... for a new run",
-            )
-        if changed:
-            with store.lock():
-                store.create(config, store.base_model(), code_version())
+        _change_run(store, config, overrides)
         return config.name
     worker = Worker(STATE_DIR / "logs")
     try:
@@ -95,6 +84,11 @@ def prepare_run(target: str, overrides: list[str]) -> str:
     finally:
         worker.close()
     with store.lock():
+        if store.exists():
+            raise ConfigError(
+                f"another process has created the run {config.name!r} meanwhile",
+                todo="give this one another name with --set name=...",
+            )
         store.create(config, base_model, code_version())
     return config.name
 
@@ -103,6 +97,30 @@ def _how_to_continue(name: str) -> str:
     if recipe_path(name) is not None:  # a recipe's name means the recipe
         return "repeat the --set options it was started with"
     return f"continue it with `rlstages run {name}`"
+
+
+def _change_run(store: RunStore, wanted: RunConfig, overrides: list[str]) -> None:
+    """Apply overrides to a run that exists; its own iterations and hardware settings outlive the recipe's."""
+    changed = _changes(config_json(store.config()), config_json(wanted))
+    refused = [key for key in changed if key.split(".")[0] not in CHANGEABLE]
+    if refused:
+        raise ConfigError(
+            f"run {store.name!r} exists with another config",
+            expected="the same config; only iterations and execution may change",
+            got="different: " + ", ".join(refused),
+            todo=f"{_how_to_continue(store.name)}, or add --set name=... for a new run",
+        )
+    config = build_config(apply_overrides(config_json(store.config()), overrides), f"run {store.name}")
+    made = len(list(store.path.glob("iterations/[0-9]*/iteration.json")))
+    if config.iterations < min(made, store.config().iterations):
+        raise ConfigError(
+            f"run {store.name!r} has {made} iterations already",
+            expected=f"iterations >= {made}",
+            got=f"iterations = {config.iterations}",
+        )
+    if config != store.config():
+        with store.lock():
+            store.create(config, store.base_model(), code_version())
 
 
 def check_config(config: RunConfig, worker: Worker) -> None:

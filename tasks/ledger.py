@@ -13,6 +13,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from rl_core.errors import CorruptOutputError
 from tasks.files import storage_errors
 
 Entry = dict[str, Any]
@@ -28,6 +29,7 @@ class Ledger:
 
     def append(self, entry: Entry) -> Entry:
         """Add an entry; on disk when this returns."""
+        self._whole()  # a full disk may have left half of the entry before
         with storage_errors(self.path), self.path.open("a") as file:
             file.write(json.dumps(entry, allow_nan=False) + "\n")
             file.flush()
@@ -67,9 +69,17 @@ class Ledger:
         if not self.path.exists():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             return []
-        content = self.path.read_bytes()
+        try:
+            return [json.loads(line) for line in self._whole().splitlines()]
+        except ValueError as error:
+            raise CorruptOutputError(
+                f"{self.path} is damaged", got=str(error), todo="remove it: MLflow then gets a new run with new entries"
+            ) from error
+
+    def _whole(self) -> bytes:
+        """The file's whole lines. A last line cut short was never sent: the process died, or the disk was full."""
+        content = self.path.read_bytes() if self.path.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]
         if len(whole) < len(content):
-            # The process died while it wrote the last line, so before it sent what the line holds.
             os.truncate(self.path, len(whole))
-        return [json.loads(line) for line in whole.splitlines()]
+        return whole

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from rl_core.config import RegistryConfig
 from rl_core.errors import ConfigError, CorruptOutputError, ModelError
+from rl_core.manifest import Ref
 from tasks.gate import CHALLENGER, CHAMPION, Candidate, Decision, complete, decide, gate_word, recorded, tags_of
 from tasks.mlflow_client import file_lock, mlflow_errors, open_client, sqlite_file
 from tasks.pointer import upload_pointer
@@ -46,16 +47,17 @@ def champion_version(tracking_uri: str, model_name: str) -> str | None:
         return _aliases(open_client(tracking_uri), model_name).get(CHAMPION)
 
 
-def registered_policy(tracking_uri: str, model_name: str, version: str) -> tuple[str, int]:
-    """Run and number of the policy behind a version number or alias. Raises `ModelError` when there is none."""
+def registered_policy(tracking_uri: str, model_name: str, version: str) -> tuple[str, int, Ref]:
+    """Run, number and checkpoint of the policy behind a version number or alias. Raises `ModelError` for none."""
     with mlflow_errors("reading the registry", tracking_uri):
         client = open_client(tracking_uri)
         aliases = _aliases(client, model_name)
         number = aliases.get(version, version)
         found = client.search_model_versions(f"name = '{model_name}'") if _NAME.fullmatch(model_name) else []
     for hit in found:
-        if str(hit.version) == number:
-            return hit.tags["run"], int(hit.tags["iteration"]) + 1
+        if str(hit.version) == number and "checkpoint_sha256" in hit.tags:
+            checkpoint = Ref(path=hit.tags["checkpoint_path"], digest=hit.tags["checkpoint_sha256"])
+            return hit.tags["run"], int(hit.tags["iteration"]) + 1, checkpoint
     known = [*aliases, *sorted((str(hit.version) for hit in found), key=int)]
     raise ModelError(
         f"model {model_name!r} has no version or alias {version!r}",

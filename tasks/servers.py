@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -52,6 +53,10 @@ def serve_until_interrupted(console: Console, prefect_port: int, mlflow_port: in
     """Start all three, wait until they answer, say where they are, and stop them at Ctrl-C or SIGTERM."""
     if running_api():
         raise RunError("the servers of this folder are up already", got=str(_UP_FILE), todo="use them, or stop them")
+    for port in (prefect_port, mlflow_port):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                raise RunError(f"port {port} is taken", todo="stop what listens there, or choose another port")
     logs = settings.STATE_DIR / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     api = f"http://127.0.0.1:{prefect_port}/api"

@@ -41,6 +41,18 @@ class Session:
         self.iterations = Iterations(store, self.config, self.base_model)
         self._tracker: Tracker | None = None
 
+    def check_rerun(self, iteration: int, stage: str, overrides: list[str] | None) -> None:
+        """Refuse what a rerun cannot be made of, before the iteration's record says so."""
+        if not 0 <= iteration < self.config.iterations:
+            raise RunError(
+                f"run {self.store.name!r} has no iteration {iteration}",
+                expected=f"0 to {self.config.iterations - 1}",
+                got=str(iteration),
+            )
+        if stage not in self.iterations.stages_due(iteration):
+            raise RunError(f"iteration {iteration} has no stage {stage}", todo="see evaluate.every in the recipe")
+        self.facts(self.iterations.overridden(iteration, overrides or []), iteration)
+
     def end_iteration(self, iteration: int) -> None:
         self.iterations.end(iteration)
         tell(StageEvent("completed", self.store.name, iteration))

@@ -35,6 +35,8 @@ def apply_defaults() -> None:
 
 
 def tracking_uri() -> str:
+    """Address of the MLflow store; also in a process that did not come through the command line."""
+    apply_defaults()
     return os.environ["MLFLOW_TRACKING_URI"]
 
 

@@ -13,6 +13,7 @@ from rl_core.errors import RunError, StageError
 from rl_core.manifest import Manifest
 from rl_core.schemas import ADVANTAGES, TRAJECTORIES, rewards_schema
 from rl_core.stages import STAGES
+from tasks.iterations import Iterations
 from tasks.session import runs_dir
 from tasks.settings import MLFLOW_PORT, PREFECT_PORT, tracking_uri
 from tasks.store import RunStore, read_manifest
@@ -68,16 +69,16 @@ def print_status(console: Console, run: str) -> None:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("iteration", "state", "reward", "held-out", "signal", "tokens", "seconds", "alias"):
         table.add_column(column, justify="left" if column in ("iteration", "state", "alias") else "right")
+    done = Iterations(store, config, store.base_model()).complete()
     for iteration in range(_last_iteration(store) + 1):
-        table.add_row(*_status_row(store, iteration))
+        table.add_row(*_status_row(store, iteration, iteration < done))
     console.print(table)
-    done = sum(bool((store.iteration(k) or {}).get("complete")) for k in range(config.iterations))
     console.print(
         f"{done} of {config.iterations} iterations complete, outputs in {store.path}", highlight=False, soft_wrap=True
     )
 
 
-def _status_row(store: RunStore, iteration: int) -> list[str]:
+def _status_row(store: RunStore, iteration: int, current: bool) -> list[str]:
     record = store.iteration(iteration)
     found = manifests(store, iteration)
     metrics: dict[str, float | None] = {}
@@ -88,7 +89,7 @@ def _status_row(store: RunStore, iteration: int) -> list[str]:
     seconds = [m.measured.get("seconds") for m in found.values() if m]
     spent = sum(s for s in seconds if isinstance(s, (int, float)))
     damaged = [name for name, manifest in found.items() if manifest is None]
-    state = "missing" if record is None else "complete" if record["complete"] else "begun"
+    state = "missing" if record is None else "begun" if not record["complete"] else "complete" if current else "stale"
     if damaged:
         state = f"damaged: {', '.join(damaged)}"
     decision = found.get("register")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from uuid import UUID
 from tasks.events import StageEvent, observed
 from tasks.session import Session
 from tasks.stage import StageResult
+
+_log = logging.getLogger("rlstages.summary")
 
 HEADLINES = {
     "reward/mean": "mean reward",
@@ -80,6 +83,13 @@ class GenerateProgress:
     def __call__(self, event: StageEvent) -> None:
         if event.stage != "generate" or event.kind not in ("started", "progress", "finished"):
             return
+        try:
+            self._show(event)
+        # Whatever the server answers: a bar that cannot be drawn must not end the generation it shows.
+        except Exception as error:
+            _log.warning("the progress of %s cannot be shown in Prefect: %s", event.run, error)
+
+    def _show(self, event: StageEvent) -> None:
         from prefect.artifacts import create_progress_artifact, update_progress_artifact
 
         if event.kind == "started":

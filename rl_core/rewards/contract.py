@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from decimal import Decimal
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -86,7 +87,7 @@ def reward_digest(config: RewardConfig, columns: Iterable[str]) -> str:
 def resolve(function: str) -> Callable[..., Any]:
     """The callable behind a short name or `package.module:function`; the working directory can be imported from.
 
-    Raises `RewardContractError` when it is unknown, cannot be imported (with the traceback) or is no function.
+    Raises `RewardContractError` when it is unknown, cannot be imported (with the lines at fault) or is no function.
     """
     path = REWARDS.get(function, function)
     if not _PATH.fullmatch(path):
@@ -105,13 +106,20 @@ def resolve(function: str) -> Callable[..., Any]:
             f"reward {function!r} cannot be imported",
             expected=f"{name} in a module {module} that Python finds from {os.getcwd()}",
             got=f"{type(error).__name__}: {error}",
-            details=traceback.format_exc(),
+            details=_places(error),
         ) from error
     if not callable(found) or inspect.isclass(found):
         raise RewardContractError(
             f"reward {function!r} is no function", expected="a function, or an object with __call__", got=_kind(found)
         )
     return found  # type: ignore[no-any-return]
+
+
+def _places(error: BaseException) -> str:
+    """The lines of the user's own modules that an import failed in; ours and Python's are left out."""
+    ours = (str(Path(__file__).resolve().parents[2] / "rl_core"), str(Path(importlib.__file__).parent), "<frozen")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
+    return "\n".join(f"{f.filename}, line {f.lineno}, in {f.name}: {f.line}" for f in frames)
 
 
 def _signature(call: Callable[..., Any], config: RewardConfig) -> tuple[frozenset[str], frozenset[str], bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import signal
 import time
 from collections.abc import Callable
@@ -45,6 +46,8 @@ def test_sigkill_in_every_stage_leaves_no_trace_in_the_result(
         bomb = project.start(point, stage, str(iteration), "run", "smoke", driver=KILL_AT)
         output, _ = bomb.communicate(timeout=120)
         assert bomb.returncode == -signal.SIGKILL, f"{stage}: {output}"
+        record = json.loads((project.run_folder("smoke") / f"iterations/{iteration:04d}/iteration.json").read_text())
+        assert stage not in record["stages"], f"{stage} was over before the kill"
         deadline = time.monotonic() + 5
         while project.workers() and time.monotonic() < deadline:
             time.sleep(0.05)

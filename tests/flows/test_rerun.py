@@ -76,7 +76,8 @@ def test_rerun_from_score_executes_no_generation_and_reuses_the_rest(copied: Any
 def test_rerun_with_another_weight_lies_beside_and_reaches_what_depends_on_it(copied: Any) -> None:
     run = copied.run_folder("looked-at")
     before, made = stamps(run), record(run, 0)
-    copied.call("rerun", run.name, "--iteration", "0", "--from", "score", "--set", "rewards.0.weight=2.0")
+    output = copied.call("rerun", run.name, "--iteration", "0", "--from", "score", "--set", "rewards.0.weight=2.0")
+    assert "policy 1 changed" in output
     after, remade = stamps(run), record(run, 0)
     assert {path: after[path] for path in before} == before, "an old file was touched"
     assert remade["overrides"] == ["rewards.0.weight=2.0"]
@@ -85,6 +86,12 @@ def test_rerun_with_another_weight_lies_beside_and_reaches_what_depends_on_it(co
     scores = pl.read_parquet(run / remade["stages"]["score"]["folder"] / "*.parquet")
     assert (scores["reward"] == 2 * scores["reward_format_regex"]).all()
 
+    # A rerun that cannot be made leaves the record as it was.
+    bad = ["rerun", run.name, "--iteration", "0", "--from", "score", "--set"]
+    assert "typo" in copied.call(*bad, "rewards.0.function=typo:reward", expect=2)
+    assert record(run, 0) == remade
+
+    assert "1 of 2 iterations complete" in copied.call("status", run.name)
     # Policy 1 changed, so iteration 1 is stale: the run makes it anew from the new policy, and is then complete.
     copied.call("run", run.name)
     assert record(run, 1)["policy"]["digest"] == remade["stages"]["train"]["digest"]
@@ -142,7 +149,7 @@ def test_show_and_status(finished: Any) -> None:
 
 
 def test_a_registered_version_is_evaluated_again(copied: Any) -> None:
-    """The champion with other settings: rows beside the run's own, whose record does not change."""
+    """A version with other settings: rows beside the run's own, whose record does not change."""
     run = copied.run_folder("looked-at")
     made = [record(run, iteration) for iteration in (0, 1)]
     before = stamps(run)

@@ -49,7 +49,7 @@ def table(console: Console) -> dict[str, list[str | None]]:
 
 def test_one_line_per_iteration(console: Console) -> None:
     """Reward, held-out accuracy, groups with signal, seconds per stage, and what became the champion."""
-    with Display(console, iterations=2):
+    with Display(console):
         finished(-1, "evaluate", 5.26, metrics={"eval/greedy_accuracy": 0.2265625})
         finished(0, "generate", 1.94)
         finished(0, "score", 0.0, reused=True)
@@ -70,7 +70,7 @@ def test_one_line_per_iteration(console: Console) -> None:
 
 
 def test_accuracy_of_a_run_that_only_samples(console: Console) -> None:
-    with Display(console, iterations=1):
+    with Display(console):
         metrics = {"eval/avg_at_4_high": 0.75, "eval/avg_at_4": 0.5, "eval/avg_at_4_low": 0.25, "eval/pass_at_4": 1.0}
         finished(0, "evaluate", metrics=metrics, state={"alias": "challenger"})
         tell(StageEvent("completed", "run", 0))
@@ -79,7 +79,7 @@ def test_accuracy_of_a_run_that_only_samples(console: Console) -> None:
 
 def test_a_stage_that_is_tried_again(console: Console) -> None:
     """The reason of a retry is one line, whatever its words; an error that ends the run is told at the end."""
-    with Display(console, iterations=1):
+    with Display(console):
         tell(StageEvent("started", "run", 0, "score"))
         tell(StageEvent("failed", "run", 0, "score", error=WorkerError("pipe [/tmp/a] [red]broke", got="signal 9")))
         tell(StageEvent("started", "run", 0, "score"))

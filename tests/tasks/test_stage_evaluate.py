@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_core.errors import DataError, RewardContractError
+from rl_core.errors import DataError, RewardContractError, RewardFailedError
 from rl_core.schemas import ADVANTAGES
 
 pytestmark = pytest.mark.slow  # each test starts a process for the rewards
@@ -101,12 +101,14 @@ def test_an_unscored_answer_is_not_correct(bench: Any, rows: Any, judge: Any) ->
     lines = [json.dumps({"prompt": f"problem {i}", "answer": str(i)}) + "\n" for i in range(12)]
     (folder / "heldout.jsonl").write_text("".join(lines))
     environment["params"]["heldout_path"] = str(folder / "heldout.jsonl")
-    config = bench.config(
-        environment=environment,
-        rewards=judge("by_index"),
-        evaluate={"problems": 12, "reward": "judge", "correct_at": 0.75},
-        scoring={"max_unscored_fraction": 0.0},
-    )
+    settings = {
+        "environment": environment,
+        "rewards": judge("by_index"),
+        "evaluate": {"problems": 12, "reward": "judge", "correct_at": 0.75},
+    }
+    with pytest.raises(RewardFailedError, match="6 of 12 held-out answers have no score"):
+        bench.run("evaluate", bench.config(**settings, scoring={"max_unscored_fraction": 0.4}), train=bench.base)
+    config = bench.config(**settings, scoring={"max_unscored_fraction": 0.5})
     found = rows(bench.run("evaluate", config, train=bench.base))
     for row in found:
         kind = row["group_id"] % 4

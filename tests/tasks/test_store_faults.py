@@ -158,7 +158,7 @@ def test_a_retry_with_fewer_shards_holds_exactly_its_own_rows(tmp_path: Path) ->
         (dead / "part-0001.parquet").write_bytes((dead / "part-0000.parquet").read_bytes()[:-100])
     folder, manifest, new = publish(store, [3, 2])
     assert new
-    assert manifest.part_files() == ["part-0000.parquet", "part-0001.parquet"]
+    assert [file.name for file in manifest.files] == ["part-0000.parquet", "part-0001.parquet"]
     assert read_table(folder, TRAIN_STEPS).column("step").to_pylist() == [0, 1, 2, 3, 4]
     assert [path.name for path in store.sweep()] == [f"{PRINT[:12]}.partial-{2**22 + 1}"]
     assert read_manifest(folder) == manifest
