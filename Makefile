@@ -12,7 +12,7 @@ smoke: setup ## two iterations of a tiny random model
 	$(BIN)/rlstages run smoke
 
 test: check ## everything: linters, types, architecture, all tests
-	$(BIN)/pytest --numprocesses 2 --dist loadfile --durations 15
+	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15
 
 check: setup ## format, lint, types, import arrows
 	$(BIN)/ruff format --check .

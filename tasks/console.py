@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from types import TracebackType
 from typing import Any
 
@@ -121,7 +120,8 @@ def _value(value: float | None) -> str:
 
 
 def _accuracy(metrics: dict[str, float | None]) -> float | None:
-    names = ["eval/greedy_accuracy", *sorted(name for name in metrics if re.fullmatch(r"eval/avg_at_\d+", name))]
+    sampled = sorted(name for name in metrics if name.rpartition("_at_")[2].isdigit() and "/avg" in name)
+    names = ["eval/greedy_accuracy", *sampled]
     return next((metrics[name] for name in names if metrics.get(name) is not None), None)
 
 

@@ -114,8 +114,9 @@ def test_what_prefect_shows(finished: Any) -> None:
     assert tags["train"] >= {"stage:train", "train"}
     assert tags["score"] >= {"stage:score", "score"}
     summary = artifacts(finished, f"{run.name}-summary")
-    assert len(summary) == 2 and "mean reward" in summary[0]["data"] and "| train | executed |" in summary[0]["data"]
-    assert len(artifacts(finished, f"{run.name}-metrics")) == 2
+    executed = [one for one in summary if "| train | executed |" in one["data"]]  # others are of reruns of a copy
+    assert len(executed) >= 2 and all("mean reward" in one["data"] for one in executed)
+    assert len(artifacts(finished, f"{run.name}-metrics")) == len(summary)
     assert "experiments" in artifacts(finished, f"{run.name}-mlflow")[0]["data"]
     progress = artifacts(finished, f"{run.name}-generate")
     assert progress and float(progress[0]["data"]) == 100.0

@@ -93,7 +93,7 @@ def test_a_context_survives_the_pipe(tmp_path: Path, bench: Any) -> None:
 
 
 USER = [errors.ConfigError, errors.DataError, errors.RewardContractError, errors.ModelError, errors.RunError]
-MACHINE = [errors.WorkerError, errors.StageTimeoutError, errors.CorruptOutputError, errors.StorageError]
+MACHINE = [errors.WorkerError, errors.StageTimeoutError, errors.StorageError]
 
 
 def test_what_is_retried() -> None:
@@ -108,7 +108,7 @@ def test_what_is_retried() -> None:
     assert [kind.__name__ for kind in USER if retried(kind("x"))] == []
     assert [kind.__name__ for kind in MACHINE if not retried(kind("x"))] == []
     assert retried(errors.RewardFailedError("x")) and retried(OSError(28, "no space left"))
-    assert not retried(errors.NonFiniteError("x"))
+    assert not retried(errors.NonFiniteError("x")) and not retried(errors.CorruptOutputError("x"))
     assert not retried(KeyError("a bug")) and not retried(KeyboardInterrupt())
 
 
