@@ -116,7 +116,7 @@ def test_every_error_of_the_tree_is_sorted() -> None:
     """A new error class must say whether it is worth a retry."""
     assert set(errors._tree(errors.RlstagesError)) == {
         *(kind.__name__ for kind in [*USER, *MACHINE]),
-        *("RlstagesError", "UserError", "StageError", "RewardFailedError", "NonFiniteError"),
+        *("RlstagesError", "UserError", "StageError", "RewardFailedError", "NonFiniteError", "CorruptOutputError"),
     }
     for kind in errors._tree(errors.RlstagesError).values():
         assert not (kind.user_error and kind.retryable)
