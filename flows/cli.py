@@ -16,7 +16,7 @@ from tasks import settings
 from tasks.console import Display, print_end, print_error
 
 app = typer.Typer(
-    help="RL post-training of language models as a pipeline of durable stages.",
+    help="RL post-training of language models as a pipeline of durable stages. With --debug, errors show a traceback.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -175,12 +177,18 @@ def closing_lines(run: str) -> dict[str, str]:
     champion = _champion(config.model_name)
     if champion:
         lines["champion"] = champion
-    lines["samples"] = f"rlstages show {run} --iteration {last}"
-    lines["Prefect UI"] = f"rlstages up, then http://127.0.0.1:{PREFECT_PORT}"
-    lines["MLflow UI"] = (
-        f"rlstages up, then http://127.0.0.1:{MLFLOW_PORT}, or: mlflow ui --backend-store-uri {tracking_uri()}"
-    )
+    program = _program()
+    lines["samples"] = f"{program} show {run} --iteration {last}"
+    lines["Prefect UI"] = f"{program} up, then http://127.0.0.1:{PREFECT_PORT}"
+    store_uri = tracking_uri()
+    served = store_uri.startswith(("http://", "https://"))
+    lines["MLflow UI"] = store_uri if served else f"{program} up, then http://127.0.0.1:{MLFLOW_PORT} ({store_uri})"
     return lines
+
+
+def _program() -> str:
+    """How this command line was called, so that what it prints can be typed: it need not be on PATH."""
+    return sys.argv[0] if Path(sys.argv[0]).name == "rlstages" else "rlstages"
 
 
 def _first_evaluation(store: RunStore, final: Manifest | None) -> Manifest | None:
