@@ -24,6 +24,7 @@ _START_SECONDS = 180
 
 def connect() -> None:
     """Point Prefect at the server of `rlstages up` if one answers, else leave it to start its embedded one."""
+    Path(os.environ["PREFECT_HOME"]).mkdir(parents=True, exist_ok=True)
     if "PREFECT_API_URL" in os.environ:
         return
     url = running_api()
