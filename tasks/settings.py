@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,6 +48,30 @@ def without_heartbeat() -> Iterator[None]:
 
     with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
         yield
+
+
+_LIMITS_SECONDS = 30.0
+_limits: tuple[float, frozenset[str]] = (-_LIMITS_SECONDS, frozenset())
+
+
+def skip_unlimited(tags: list[str]) -> None:
+    """Spare Prefect the question for slots of tags that have no concurrency limit.
+
+    It asks its server before every task with tags, and an SQLite server that is busy with events takes seconds to
+    answer. Prefect keeps the answer "no limits" for 5 s itself; here one look at the list of limits serves for 30 s.
+    """
+    global _limits
+    from prefect.client.orchestration import get_client
+    from prefect.concurrency import services
+
+    names = frozenset(f"tag:{tag}" for tag in tags)
+    if time.monotonic() - _limits[0] > _LIMITS_SECONDS:
+        with get_client(sync_client=True) as client:
+            known = client.read_global_concurrency_limits(limit=200, offset=0)
+        _limits = (time.monotonic(), frozenset(limit.name for limit in known))
+    if not names & _limits[1]:
+        with services._cache_lock:
+            services._no_limits_cache[names] = True
 
 
 def quiet_console() -> None:

@@ -29,6 +29,7 @@ from rl_core.recipes import build_config, config_json
 from rl_core.section import Section
 from rl_core.stages import STAGES, Facts, StageSpec
 from tasks.files import describe
+from tasks.settings import skip_unlimited
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State, TaskRun
@@ -164,10 +165,10 @@ class Stage(Generic[S]):
 
         execution = current_session(run).iterations.config(iteration).execution
         name = self.spec.name
+        tags = [f"stage:{name}", *self.spec.tags, *execution.tags.get(name, [])]
+        skip_unlimited(tags)
         task = self._task.with_options(
-            retries=execution.retries.get(name, 1),
-            retry_delay_seconds=execution.retry_delay_seconds,
-            tags=[f"stage:{name}", *self.spec.tags, *execution.tags.get(name, [])],
+            retries=execution.retries.get(name, 1), retry_delay_seconds=execution.retry_delay_seconds, tags=tags
         )
         refs = {key: (value.ref if isinstance(value, StageResult) else value) for key, value in inputs.items()}
         # A task that returns a state, as "Reused" does, hands out the state itself; `result` opens both kinds alike.
