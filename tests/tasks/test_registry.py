@@ -39,17 +39,9 @@ CONFIG = RegistryConfig()
 NAME = "quickstart"
 
 
-@pytest.fixture(scope="module")
-def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A SQLite file with MLflow's tables: making them takes seconds, copying it does not."""
-    file = tmp_path_factory.mktemp("store") / "mlflow.db"
-    open_client(f"sqlite:///{file}")
-    return file
-
-
 @pytest.fixture
-def folder(tmp_path: Path, empty_store: Path) -> Path:
-    shutil.copy(empty_store, tmp_path / "mlflow.db")
+def folder(tmp_path: Path, mlflow_template: Path) -> Path:
+    shutil.copy(mlflow_template, tmp_path / "mlflow.db")
     return tmp_path
 
 

@@ -22,20 +22,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")
 ODD = "acc@k [%]"
 
 
-@pytest.fixture(scope="module")
-def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A SQLite file with MLflow's tables: making them takes seconds, copying it does not."""
-    file = tmp_path_factory.mktemp("store") / "mlflow.db"
-    open_client(f"sqlite:///{file}")
-    return file
-
-
 @pytest.fixture
-def folder(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, mlflow_template: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tasks.tracking, "_RETRY_DELAYS", (0.0,))
     place = tmp_path / "my runs 50%"
     place.mkdir()
-    shutil.copy(empty_store, place / "mlflow.db")
+    shutil.copy(mlflow_template, place / "mlflow.db")
     return place
 
 
@@ -165,10 +157,10 @@ def test_an_outage_loses_nothing(folder: Path, caplog: pytest.LogCaptureFixture)
     assert len(back.client.get_run(back.run_id).inputs.dataset_inputs) == 1
 
 
-def test_a_new_store_gets_the_whole_history(folder: Path, empty_store: Path) -> None:
+def test_a_new_store_gets_the_whole_history(folder: Path, mlflow_template: Path) -> None:
     first = open_here(folder)
     first.log_stage("score", 0, {"reward/mean": 0.25}, "a")
-    shutil.copy(empty_store, folder / "other.db")
+    shutil.copy(mlflow_template, folder / "other.db")
     other = open_here(folder, uri=f"sqlite:///{folder}/other.db")
     other.log_stage("score", 1, {"reward/mean": 0.5}, "b")
     assert other.run_id != first.run_id
