@@ -17,6 +17,14 @@ from pathlib import Path
 import pytest
 
 
+@pytest.fixture(scope="session", autouse=True)
+def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A home for Prefect in this process, whichever test imports it first and wherever that test stands then."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PREFECT_HOME", str(tmp_path_factory.mktemp("home")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """API URL of a real Prefect server on loopback, with a database of its own."""
