@@ -9,6 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from flows import operate
+from flows.operate import Run, Sets
 from rl_core.errors import RlstagesError, StageError
 from rl_core.execution import StageName
 from rl_core.recipes import config_json
@@ -25,8 +27,6 @@ models = typer.Typer(help="Models known by name.", no_args_is_help=True)
 app.add_typer(models, name="models")
 out, err = Console(), Console(stderr=True)
 
-Sets = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override one setting; may be repeated.")]
-Run = Annotated[str, typer.Argument(help="Name of a run.")]
 Iteration = Annotated[int, typer.Option("--iteration", min=0, help="Number of the iteration, from 0.")]
 
 
@@ -127,6 +127,9 @@ def up(
     from tasks.servers import serve_until_interrupted
 
     serve_until_interrupted(out, prefect_port, mlflow_port)
+
+
+app.registered_commands.extend(operate.app.registered_commands)
 
 
 def _flow(flow: str, **parameters: Any) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from prefect import flow
 
 from tasks.evaluate import evaluate
 from tasks.registry import registered_policy
-from tasks.session import open_session, runs_dir
-from tasks.settings import tracking_uri
+from tasks.session import open_session
+from tasks.settings import runs_dir, tracking_uri
 
 
 @flow(name="evaluation", flow_run_name="{model}/{version}", persist_result=False)

@@ -14,8 +14,8 @@ from rl_core.stages import stages_from
 from tasks.evaluate import evaluate
 from tasks.iterations import Position
 from tasks.launch import continue_or_prepare
-from tasks.session import Session, open_session, runs_dir
-from tasks.settings import without_heartbeat
+from tasks.session import Session, open_session
+from tasks.settings import runs_dir, without_heartbeat
 from tasks.summary import generation_progress
 
 

@@ -9,6 +9,7 @@ from pydantic import Field
 from rl_core.section import Section
 
 StageName = Literal["generate", "score", "advantage", "train", "evaluate", "register"]
+Placement = Annotated[str, Field(pattern=r"^deployment:[^/\s]+/[^/\s]+$")]
 
 
 class ExecutionConfig(Section):
@@ -36,5 +37,13 @@ class ExecutionConfig(Section):
     """Retries per stage; a stage not named has one."""
     retry_delay_seconds: float = Field(default=1.0, ge=0)
     """Pause before a retry."""
+    placement: dict[StageName, Annotated[str, Field(pattern=r"^deployment:[^/\s]+/[^/\s]+$")]] = Field(
+        default_factory=dict
+    )
+    """Where a stage runs: `deployment:<flow>/<deployment>` hands it to that Prefect deployment, which any worker of
+    its work queue executes; a stage not named runs in this run's own worker."""
+    keep_trainer_states: int | None = Field(default=None, ge=1)
+    """Newest policies that keep their optimizer state when an iteration ends; null keeps all. The champion's and those
+    that forks start from are kept in any case, and weights are never removed."""
     tags: dict[StageName, list[str]] = Field(default_factory=dict)
     """Resource tags per stage, beside the built-in ones; Prefect limits concurrency by tag."""

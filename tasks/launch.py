@@ -16,8 +16,8 @@ from rl_core.manifest import Ref, content_digest
 from rl_core.models import MODELS
 from rl_core.recipes import apply_overrides, build_config, config_json, parse_recipe
 from tasks.files import describe, publish_folder, storage_errors
-from tasks.session import code_version, runs_dir
-from tasks.settings import STATE_DIR
+from tasks.provenance import code_version
+from tasks.settings import STATE_DIR, runs_dir
 from tasks.store import RunStore
 from tasks.worker import Worker
 

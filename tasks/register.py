@@ -7,7 +7,7 @@ from rl_core.schemas import DECISIONS
 from rl_core.seeds import seed
 from tasks.gate import Candidate
 from tasks.registry import register_policy
-from tasks.session import runs_dir
+from tasks.settings import runs_dir
 from tasks.stage import Outcome, StageContext, stage
 from tasks.tables import write_table
 from tasks.tracking import Tracker

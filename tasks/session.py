@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ from rl_core.stages import Facts
 from tasks.events import EventKind, StageEvent, tell
 from tasks.files import storage_errors
 from tasks.iterations import Iterations
+from tasks.provenance import code_version, now
 from tasks.stage import Mode, Outcome, Stage, StageContext, StageResult
 from tasks.store import RunStore
 from tasks.tracking import Tracker, open_tracker
@@ -97,7 +95,7 @@ class Session:
             raise
         result = StageResult(
             stage=spec.name,
-            folder=folder.relative_to(self.store.path).as_posix(),
+            folder=self.store.relative(folder),
             digest=manifest.digest,
             fingerprint=mark,
             rows=manifest.rows,
@@ -141,7 +139,7 @@ class Session:
                 measured={
                     **outcome.measured,
                     "seconds": time.monotonic() - started,
-                    "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                    "finished_at": now(),
                     "execution": context.config.execution.model_dump(mode="json"),
                 },
                 code_version=code_version(),
@@ -225,26 +223,7 @@ def open_session(run: str, runs_dir: Path) -> Iterator[Session]:
             session.close(failed)
 
 
-def runs_dir() -> Path:
-    """Folder of all runs: `RLSTAGES_RUNS_DIR`, or `runs` in the working directory."""
-    return Path(os.environ.get("RLSTAGES_RUNS_DIR", "runs"))
-
-
 def current_session(run: str) -> Session:
     if run not in _OPEN:
         raise RunError(f"run {run!r} is not open in this process", todo="call stages inside `open_session`")
     return _OPEN[run]
-
-
-@cache
-def code_version() -> str:
-    """Version of the package and, in a checkout with git at hand, the commit this process started from."""
-    from importlib.metadata import version
-
-    found, checkout = f"rlstages {version('rlstages')}", Path(__file__).resolve().parent.parent
-    git = shutil.which("git")
-    if git is None or not (checkout / ".git").exists():  # else git would look in the folders above an installation
-        return found
-    describe = [git, "describe", "--always", "--dirty"]
-    commit = subprocess.run(describe, cwd=checkout, capture_output=True, text=True, check=False).stdout.strip()
-    return f"{found} ({commit})" if commit else found

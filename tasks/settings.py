@@ -35,6 +35,11 @@ def apply_defaults() -> None:
     os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{Path('mlflow.db').absolute()}")
 
 
+def runs_dir() -> Path:
+    """Folder of all runs: `RLSTAGES_RUNS_DIR`, or `runs` in the working directory."""
+    return Path(os.environ.get("RLSTAGES_RUNS_DIR", "runs"))
+
+
 def tracking_uri() -> str:
     """Address of the MLflow store; also in a process that did not come through the command line."""
     apply_defaults()

@@ -16,8 +16,7 @@ from rl_core.manifest import Manifest
 from rl_core.schemas import ADVANTAGES, TRAJECTORIES, rewards_schema
 from rl_core.stages import STAGES
 from tasks.iterations import Iterations
-from tasks.session import runs_dir
-from tasks.settings import MLFLOW_PORT, PREFECT_PORT, tracking_uri
+from tasks.settings import MLFLOW_PORT, PREFECT_PORT, runs_dir, tracking_uri
 from tasks.store import RunStore, read_manifest
 from tasks.summary import number
 from tasks.tables import read_table

@@ -110,6 +110,10 @@ class RunStore:
     def resolve(self, ref: Ref) -> Path:
         return self.path / ref.path
 
+    def relative(self, folder: Path) -> str:
+        """How a folder is written down in records and references of this run; `..` where it is another run's."""
+        return Path(os.path.relpath(folder, self.path)).as_posix()
+
     # -- outputs ------------------------------------------------------------------------------------------------------
     def begin(self, iteration: int, stage: str, fingerprint: str) -> Path:
         """An empty folder for one attempt of a stage."""

@@ -91,7 +91,7 @@ def test_transformers_is_named_only_where_models_live() -> None:
 @pytest.mark.parametrize("path", sources(), ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_files_and_functions_are_short(path: Path) -> None:
     text = path.read_text()
-    flow = path.parent.name == "flows" and path.name != "cli.py"
+    flow = path.parent.name == "flows" and path.name not in ("cli.py", "operate.py")
     lines = text.count("\n")
     assert lines <= (MAX_FLOW_LINES if flow else MAX_LINES)
     for node in ast.walk(ast.parse(text)):

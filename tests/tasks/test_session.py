@@ -17,7 +17,8 @@ from rl_core.manifest import Ref, content_digest
 from rl_core.recipes import build_config
 from tasks.files import describe, read_json
 from tasks.iterations import Position
-from tasks.session import Session, code_version, open_session
+from tasks.provenance import code_version
+from tasks.session import Session, open_session
 from tasks.stage import Mode, StageResult, load_stage
 from tasks.store import RunStore
 from tasks.worker import Worker

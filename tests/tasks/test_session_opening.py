@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from rl_core.errors import RunError
-from tasks.session import code_version, current_session, open_session
+from tasks.provenance import code_version
+from tasks.session import current_session, open_session
 
 
 def test_a_run_is_open_between_enter_and_exit(bench: Any, run_folder: Any) -> None:
