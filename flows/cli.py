@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
@@ -65,7 +66,7 @@ def rerun(
 
     check_run(run, iteration)
     made = _flow(
-        "rerun",
+        "stage",
         run=run,
         iteration=iteration,
         from_stage=from_,
@@ -133,16 +134,15 @@ app.registered_commands.extend(operate.app.registered_commands)
 
 
 def _flow(flow: str, **parameters: Any) -> dict[str, Any]:
-    """Call a flow in this process with the terminal display around it."""
+    """Call the flow of a name, from the file of that name, in this process with the terminal display around it."""
     from tasks.servers import connect
 
     with out.status("connecting to Prefect"):
         connect()
-        import flows.training_run as flows_
-
+        found = getattr(import_module(f"flows.{flow}"), flow)
         settings.quiet_console()
     with Display(out):
-        result: dict[str, Any] = getattr(flows_, flow)(**parameters)
+        result: dict[str, Any] = found(**parameters)
     return result
 
 

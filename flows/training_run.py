@@ -8,9 +8,7 @@ from prefect import flow
 
 from flows.iteration import iteration
 from rl_core.errors import RunError
-from rl_core.execution import StageName
 from rl_core.manifest import Ref
-from rl_core.stages import stages_from
 from tasks.evaluate import evaluate
 from tasks.iterations import Position
 from tasks.launch import continue_or_prepare
@@ -29,7 +27,7 @@ def training_run(run: str, overrides: list[str] | None = None) -> dict[str, Any]
         if position.iteration == 0:
             evaluate(run, -1, train=session.base_model)
         while position.iteration < session.config.iterations:
-            position = _step(session, position)
+            position = step(session, position)
         return {
             "run": run,
             "began_at": began_at,
@@ -38,23 +36,10 @@ def training_run(run: str, overrides: list[str] | None = None) -> dict[str, Any]
         }
 
 
-@flow(name="rerun", flow_run_name="{run}/it{iteration:04d}/from-{from_stage}", persist_result=False)
-def rerun(
-    run: str, iteration: int, from_stage: StageName, overrides: list[str] | None = None, force: bool = False
-) -> dict[str, Any]:
-    """Execute one stage of one iteration again; what follows it runs only if its inputs changed (`force`: always)."""
-    with open_session(run, runs_dir()) as session, generation_progress():
-        position = session.iterations.position(iteration)
-        session.check_rerun(iteration, from_stage, overrides)
-        execute = stages_from(from_stage) if force else [from_stage]
-        following = _step(session, position, [*execute], overrides)
-        stale = session.iterations.is_stale(following)
-        return {"run": run, "policy": following.policy.model_dump(), "stale_after": iteration if stale else None}
-
-
-def _step(
+def step(
     session: Session, at: Position, execute: list[str] | None = None, overrides: list[str] | None = None
 ) -> Position:
+    """One iteration from where it starts; returns where the next one starts."""
     # The iteration is over in seconds: its own heartbeat would cost one and say nothing the parent's does not.
     with without_heartbeat():
         made = iteration(session.store.name, at.iteration, at.policy, at.cursor, execute, overrides)
