@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from importlib import import_module
 from typing import Annotated, Any
@@ -57,6 +58,7 @@ def rerun(
     run: Run,
     iteration: Iteration,
     from_: Annotated[StageName, typer.Option("--from", help="First stage to execute again.")],
+    to: Annotated[StageName | None, typer.Option("--to", help="Last stage; the next run makes the rest.")] = None,
     set_: Sets = [],  # noqa: B006 - typer copies it
     force: Annotated[bool, typer.Option("--force", help="Execute all later stages too.")] = False,
     reset: Annotated[bool, typer.Option("--reset", help="Drop the overrides of earlier reruns.")] = False,
@@ -70,10 +72,13 @@ def rerun(
         run=run,
         iteration=iteration,
         from_stage=from_,
+        to_stage=to,
         overrides=[] if reset else set_ or None,
         force=force,
     )
-    if made["stale_after"] is not None:
+    if "made_to" in made:
+        out.print(f"iteration {iteration} is made up to {made['made_to']}: `rlstages run {run}` makes the rest")
+    elif made["stale_after"] is not None:
         out.print(f"policy {iteration + 1} changed: `rlstages run {run}` makes the later iterations anew")
 
 
@@ -121,13 +126,22 @@ def fetch(name: Annotated[str, typer.Argument(help="A name from `rlstages models
 
 @app.command()
 def up(
+    host: Annotated[str, typer.Option(help="Address to listen at; there is no password.")] = "127.0.0.1",
     prefect_port: Annotated[int, typer.Option(help="Port of the Prefect server.")] = settings.PREFECT_PORT,
     mlflow_port: Annotated[int, typer.Option(help="Port of the MLflow server.")] = settings.MLFLOW_PORT,
+    database_url: Annotated[
+        str | None, typer.Option(help="Prefect's database, as postgresql+asyncpg://...; default: SQLite in .state/.")
+    ] = None,
+    limit: Annotated[
+        list[str], typer.Option(metavar="TAG=SLOTS", help="Stages with this tag at a time; 0: no limit. Repeatable.")
+    ] = [],  # noqa: B006 - typer copies it
+    detach: Annotated[bool, typer.Option("--detach", help="Leave them running in the background.")] = False,
 ) -> None:
-    """Run a Prefect server, MLflow's pages and a worker on this machine until Ctrl-C."""
-    from tasks.servers import serve_until_interrupted
+    """Run a Prefect server, MLflow's pages and a worker on this machine until Ctrl-C or `rlstages down`."""
+    from tasks import servers
+    from tasks.server_processes import UpOptions
 
-    serve_until_interrupted(out, prefect_port, mlflow_port)
+    servers.up(out, UpOptions(host, prefect_port, mlflow_port, database_url, limit, detach))
 
 
 app.registered_commands.extend(operate.app.registered_commands)
@@ -156,6 +170,8 @@ def main() -> None:
     debug = "--debug" in sys.argv
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     settings.apply_defaults()
+    # Prefect hands SIGTERM on when its flow has ended; an orderly exit is what ends the embedded server too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         app(arguments, standalone_mode=True)
     except RlstagesError as error:
@@ -164,13 +180,14 @@ def main() -> None:
         print_error(err, error)
         sys.exit(2 if error.user_error else 1)
     except SystemExit as end:
-        if end.code == 130:
+        if end.code in (130, 143):
             err.print("stopped; the same command continues it")
         raise
     except Exception as error:
         if debug:
             raise
-        print_error(err, StageError(f"{type(error).__name__}: {error}", todo="repeat with --debug for the traceback"))
+        unknown = StageError(f"{type(error).__name__}: {error}", todo="repeat with --debug for the traceback")
+        print_error(err, settings.lost_server(error) or unknown)
         sys.exit(1)
 
 

@@ -17,6 +17,11 @@ def evaluation(model: str, version: str = "champion", overrides: list[str] | Non
     """Evaluate a version (number or alias) of a registered model with changed settings; returns place and metrics.
 
     The rows lie beside those of the run that made the version and do not replace them.
+
+    Args:
+        model: Name of the registered model; a run registers under its own name unless its recipe says otherwise.
+        version: Version number, or an alias: champion, challenger, previous_champion.
+        overrides: Settings of this evaluation, as `evaluate.problems=500` or `evaluate.samples=8`.
     """
     run, policy, checkpoint = registered_policy(tracking_uri(), model, version)
     with open_session(run, runs_dir()) as session:

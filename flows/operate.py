@@ -69,7 +69,9 @@ def rescore(
     """What other rewards would have said of a run's completions; the run itself is not touched."""
     from tasks.rescore import print_comparison, rescore
 
-    print_comparison(out, rescore(run, set_))
+    with out.status("rescoring") as shown:
+        found = rescore(run, set_, lambda done, of: shown.update(f"rescored {done} of {of} iterations"))
+    print_comparison(out, found)
 
 
 @app.command()
@@ -120,9 +122,6 @@ def doctor(fix: Annotated[bool, typer.Option("--fix", help="Repair what can be r
     """Look for slots, flow runs, processes and folders that crashes left behind, and at the disk."""
     from tasks.doctor import examine, print_findings
 
-    from tasks.servers import connect
-
-    connect()
     findings = examine(fix)
     print_findings(out, findings)
     if any(not finding.repaired for finding in findings):

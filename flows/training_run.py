@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefect import flow
+from prefect import flow, tags
 
 from flows.iteration import iteration
 from rl_core.errors import RunError
 from rl_core.manifest import Ref
+from tasks.adjustments import publish_adjustments
+from tasks.autoresume import check_attempts
 from tasks.evaluate import evaluate
 from tasks.iterations import Position
 from tasks.launch import continue_or_prepare
+from tasks.pausing import wait_while_paused
 from tasks.session import Session, open_session
 from tasks.settings import runs_dir, without_heartbeat
 from tasks.summary import generation_progress
@@ -19,15 +22,25 @@ from tasks.summary import generation_progress
 
 @flow(name="training-run", flow_run_name="{run}", persist_result=False)
 def training_run(run: str, overrides: list[str] | None = None) -> dict[str, Any]:
-    """Start or continue a run, by its name or by a recipe: what is complete stays, what is stale or missing is made."""
+    """Start or continue a run, by its name or by a recipe: what is complete stays, what is stale or missing is made.
+
+    Args:
+        run: Name of a run, or a recipe: its short name as in deployments/recipes, or a file.
+        overrides: Settings on top of the recipe, as `learner.lr=1e-5` or `name=second`; as --set of the command line.
+    """
+    check_attempts(run, overrides or [])
     run = continue_or_prepare(run, overrides or [])
     with open_session(run, runs_dir()) as session, generation_progress():
         position = session.iterations.resume_position()
         began_at = position.iteration
         if position.iteration == 0:
+            wait_while_paused(session)
             evaluate(run, -1, train=session.base_model)
         while position.iteration < session.config.iterations:
+            wait_while_paused(session)
+            publish_adjustments(session)
             position = step(session, position)
+        publish_adjustments(session)
         return {
             "run": run,
             "began_at": began_at,
@@ -41,7 +54,7 @@ def step(
 ) -> Position:
     """One iteration from where it starts; returns where the next one starts."""
     # The iteration is over in seconds: its own heartbeat would cost one and say nothing the parent's does not.
-    with without_heartbeat():
+    with tags(f"run:{session.store.name}", f"it:{at.iteration}"), without_heartbeat():
         made = iteration(session.store.name, at.iteration, at.policy, at.cursor, execute, overrides)
     if (made["run"], made["iteration"]) != (session.store.name, at.iteration):
         raise RunError(

@@ -218,6 +218,8 @@ class RunConfig(Section):
         overlong = self.algorithm.overlong
         if overlong and overlong.buffer_tokens > self.generate.max_completion_tokens:
             raise ValueError("algorithm.overlong.buffer_tokens: larger than generate.max_completion_tokens")
+        if "register" in self.execution.placement:
+            raise ValueError("execution.placement.register: register runs beside the run's tracker and stays there")
         limit = self.model.max_context_tokens
         if limit is not None and self.generate.max_prompt_tokens >= limit:
             raise ValueError(

@@ -43,6 +43,8 @@ class Manifest(Section):
     digest: str
     """SHA-256 of everything that was written."""
     files: list[FileEntry]
+    pruned: list[str] = Field(default_factory=list)
+    """Names out of `files` that were removed on purpose afterwards; the digest still stands for all of them."""
     rows: int
     metrics: dict[str, float | None] = Field(default_factory=dict)
     """Values by metric name; null where a metric is not defined."""
@@ -51,6 +53,8 @@ class Manifest(Section):
     measured: dict[str, JsonValue] = Field(default_factory=dict)
     """What differs between two equal executions: seconds, host, process, device, threads, reward seconds."""
     code_version: str = ""
+    parent: str | None = None
+    """`run@iteration/stage` from which a forked run goes on; null in a run of its own."""
 
 
 def content_digest(files: list[FileEntry]) -> str:

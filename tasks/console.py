@@ -50,6 +50,10 @@ class Display:
 
     def __call__(self, event: StageEvent) -> None:
         match event.kind:
+            case "waiting":
+                self._console.print(f"{_label(event.iteration)}/{event.stage} {escape(event.message)}", style="yellow")
+            case "notice":
+                self._console.print(escape(event.message), style="yellow", highlight=False, soft_wrap=True)
             case "started":
                 self._start(event)
             case "progress":

@@ -9,18 +9,19 @@ from typing import Literal
 
 from tasks.stage import StageResult
 
-EventKind = Literal["started", "progress", "finished", "failed", "completed"]
+EventKind = Literal["waiting", "started", "progress", "finished", "failed", "completed", "notice"]
 
 
 @dataclass(frozen=True)
 class StageEvent:
-    """A stage started, got on, finished or failed, or a whole iteration is complete.
+    """A stage waits to start, started, got on, finished or failed, a whole iteration is complete, or a person acted.
 
     Attributes:
         iteration: k; -1 for the evaluation of the base model.
         done, total: units of work, with `progress`.
         result: with `finished`.
         error: with `failed`.
+        message: with `waiting`: for what, and who has it; with `notice`: what was done to the run.
     """
 
     kind: EventKind
@@ -31,6 +32,7 @@ class StageEvent:
     total: int = 0
     result: StageResult | None = None
     error: BaseException | None = None
+    message: str = ""
 
 
 Observer = Callable[[StageEvent], None]

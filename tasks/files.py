@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from safetensors import SafetensorError
 
 from rl_core.errors import CorruptOutputError, StorageError
-from rl_core.manifest import MANIFEST_NAME, FileEntry, content_digest
+from rl_core.manifest import MANIFEST_NAME, FileEntry, Manifest, content_digest
 
 _VERIFIED: dict[tuple[str, int, int, int], str] = {}
 """sha256 by (path, bytes, mtime, ctime in ns): a file is hashed once per process as long as it does not change."""
@@ -32,21 +33,79 @@ def _sha256(path: Path) -> str:
     return _VERIFIED[key]
 
 
-def describe(folder: Path) -> list[FileEntry]:
-    """Name, size and digest of every file below `folder` but the manifest, sorted by name."""
-    manifest = folder / MANIFEST_NAME
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and p != manifest)
+def describe(folder: Path, but: frozenset[str] = frozenset()) -> list[FileEntry]:
+    """Name, size and digest of every file below `folder` but the manifest and those named, sorted by name."""
+    found = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
+    names = sorted(found.keys() - but - {MANIFEST_NAME})
     with ThreadPoolExecutor(max_workers=4) as pool:
-        digests = list(pool.map(_sha256, files))
+        digests = list(pool.map(_sha256, (found[name] for name in names)))
     return [
-        FileEntry(name=path.relative_to(folder).as_posix(), bytes=path.stat().st_size, sha256=digest)
-        for path, digest in zip(files, digests, strict=True)
+        FileEntry(name=name, bytes=found[name].stat().st_size, sha256=digest)
+        for name, digest in zip(names, digests, strict=True)
     ]
 
 
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of an output folder; null when it is missing, unreadable or names a file that is not there whole."""
+    try:
+        manifest = Manifest.model_validate_json((folder / MANIFEST_NAME).read_bytes())
+    except (OSError, ValidationError):
+        return None
+    for entry in manifest.files:
+        path = folder / entry.name
+        if entry.name not in manifest.pruned and (not path.is_file() or path.stat().st_size != entry.bytes):
+            return None
+    return manifest
+
+
+def folder_digest(folder: Path) -> str:
+    """`content_digest` of what lies in a folder; what its manifest says was pruned counts as it was."""
+    manifest = read_manifest(folder)
+    pruned = frozenset(manifest.pruned) if manifest else frozenset[str]()
+    recorded = [entry for entry in manifest.files if entry.name in pruned] if manifest else []
+    return content_digest([*describe(folder, but=pruned), *recorded])
+
+
+def prune_files(folder: Path, names: list[str]) -> int:
+    """Remove files of an output and say so in its manifest; returns the bytes gained. May be repeated after a crash.
+
+    The manifest goes first: were it the files, a crash in between would leave an output that looks damaged.
+    """
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise CorruptOutputError(f"{folder} is not complete, so nothing of it is pruned")
+    pruned = sorted({*manifest.pruned, *names} & {entry.name for entry in manifest.files})
+    if pruned != manifest.pruned:
+        changed = manifest.model_copy(update={"pruned": pruned})
+        write_json(folder / MANIFEST_NAME, changed.model_dump(mode="json"))
+        _sync_entry(folder)
+    paths = [path for name in pruned if (path := folder / name).is_file()]
+    gained = sum(path.stat().st_size for path in paths)
+    for path in paths:
+        path.unlink()
+    for parent in {path.parent for path in paths} - {folder}:
+        if not any(parent.iterdir()):
+            parent.rmdir()
+    return gained
+
+
+def restore_files(attempt: Path, folder: Path, manifest: Manifest) -> Manifest:
+    """Give an output back what was pruned, out of an equal attempt; returns the manifest it has then.
+
+    Here the files go first: until the manifest says that they are there again, nothing reads them.
+    """
+    for name in manifest.pruned:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (attempt / name).replace(folder / name)
+    _sync(folder)
+    whole = manifest.model_copy(update={"pruned": []})
+    write_json(folder / MANIFEST_NAME, whole.model_dump(mode="json"))
+    return whole
+
+
 def verify(folder: Path, digest: str) -> None:
-    """Raise `CorruptOutputError` unless the files of `folder` are exactly those that `digest` names."""
-    found = content_digest(describe(folder)) if folder.is_dir() else "nothing there"
+    """Raise `CorruptOutputError` unless the files of `folder` are those that `digest` names, pruned ones apart."""
+    found = folder_digest(folder) if folder.is_dir() else "nothing there"
     if found != digest:
         raise CorruptOutputError(
             f"{folder} does not hold what its digest says",

@@ -60,13 +60,12 @@ def _add_reference_logprobs(rows: list[dict[str, Any]], context: StageContext, s
     from tasks.train import step_plan, train_row
 
     config, policy = context.config, context.inputs["policy"]
-    learner = services.learner(policy, config)
+    learner = services.scorer(policy, config)
     learner.reference = services.reference(context.base_model, config)
     found = learner.logprobs(
         [train_row(row, advantage=0.0, keep=True) for row in rows],
         step_plan(config, context.iteration),
         reference=True,
     )
-    services.adopt(policy.digest)  # no weight has changed
     for row, values in zip(rows, found, strict=True):
         row["ref_logprobs"] = values

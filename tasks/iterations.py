@@ -7,10 +7,11 @@ from typing import Any
 
 from rl_core.config import RunConfig
 from rl_core.errors import ConfigError, RunError
-from rl_core.manifest import Ref, content_digest
+from rl_core.manifest import Ref
 from rl_core.recipes import apply_overrides, build_config, config_json
 from rl_core.stages import STAGES
-from tasks.files import describe
+from tasks.adjustment_log import AdjustmentLog
+from tasks.files import folder_digest
 from tasks.store import RunStore, read_manifest
 
 FIXED = ("name", "iterations", "model.source", "execution.threads")
@@ -38,6 +39,7 @@ class Iterations:
         self._config = config
         self._start = Position(0, base_model, 0)
         self._records: dict[int, dict[str, Any]] = {}
+        self._log = AdjustmentLog(store)
 
     # -- where to go on -----------------------------------------------------------------------------------------------
     def resume_position(self) -> Position:
@@ -75,35 +77,59 @@ class Iterations:
             position = following
         return position
 
+    def next_to_begin(self) -> int:
+        """The first iteration that has not begun: none of it is on disk, or what is there would be made anew."""
+        at = self._start
+        while (record := self._store.iteration(at.iteration)) and self._fits(record, at):
+            following = self._after(record)
+            if following is None:
+                return at.iteration + 1
+            at = following
+        return at.iteration
+
     def _following(self, at: Position) -> Position | None:
         record = self._store.iteration(at.iteration)
-        if not record or not record["complete"]:
+        if not record or not record["complete"] or not self._fits(record, at):
             return None
-        if record["policy"]["digest"] != at.policy.digest or record["cursor"] != at.cursor:
+        if any(read_manifest(self._store.path / made["folder"]) is None for made in record["stages"].values()):
             return None
-        manifests = {name: read_manifest(self._store.path / made["folder"]) for name, made in record["stages"].items()}
-        if any(manifest is None for manifest in manifests.values()):
+        return self._after(record)
+
+    def _fits(self, record: dict[str, Any], at: Position) -> bool:
+        """The iteration was made from what it would start from now, with the adjustments it is to have."""
+        made_from = (record["policy"]["digest"], record["cursor"], record.get("adjustments", []))
+        return made_from == (at.policy.digest, at.cursor, self._log.applying(at.iteration))
+
+    def _after(self, record: dict[str, Any]) -> Position | None:
+        """Where the iteration after this one starts, as far as this one has got."""
+        generated, trained = (record["stages"].get(stage) for stage in ("generate", "train"))
+        manifest = read_manifest(self._store.path / generated["folder"]) if generated and trained else None
+        if manifest is None:
             return None
-        generated, trained = manifests["generate"], record["stages"]["train"]
-        assert generated is not None
-        cursor = generated.state["cursor"]
+        cursor = manifest.state["cursor"]
         assert isinstance(cursor, int)
-        return Position(at.iteration + 1, Ref(path=trained["folder"], digest=trained["digest"]), cursor)
+        return Position(record["iteration"] + 1, Ref(path=trained["folder"], digest=trained["digest"]), cursor)
 
     def _intact(self, policy: Ref) -> bool:
-        return content_digest(describe(self._store.resolve(policy))) == policy.digest
+        return folder_digest(self._store.resolve(policy)) == policy.digest
 
     # -- what one is made of ------------------------------------------------------------------------------------------
     def begin(self, at: Position, overrides: list[str] | None = None) -> None:
-        """Open the record of an iteration; `overrides` replace those it was made with before."""
-        record = self._store.iteration(at.iteration) or {"iteration": at.iteration, "overrides": [], "stages": {}}
-        if overrides is not None:
-            record["overrides"] = overrides
-        record |= {"policy": at.policy.model_dump(), "cursor": at.cursor, "complete": False}
-        self._records[at.iteration] = record
-        self.config(at.iteration)  # an override that does not fit is refused before anything is written
-        self._store.iteration_dir(at.iteration).mkdir(parents=True, exist_ok=True)
-        self._store.write_iteration(at.iteration, record)
+        """Open the record of an iteration; `overrides` replace those it was made with before.
+
+        From now on no adjustment of the run reaches it.
+        """
+        with self._log.locked():
+            self._log.reload()
+            record = self._store.iteration(at.iteration) or {"iteration": at.iteration, "overrides": [], "stages": {}}
+            if overrides is not None:
+                record["overrides"] = overrides
+            record |= {"policy": at.policy.model_dump(), "cursor": at.cursor, "complete": False}
+            record["adjustments"] = self._log.applying(at.iteration)
+            self._records[at.iteration] = record
+            self.config(at.iteration)  # an override that does not fit is refused before anything is written
+            self._store.iteration_dir(at.iteration).mkdir(parents=True, exist_ok=True)
+            self._store.write_iteration(at.iteration, record)
 
     def begin_evaluation(self, policy: int, overrides: list[str]) -> None:
         """Prepare a stand-alone evaluation of a policy: it lies beside the run's own and enters no iteration record."""
@@ -135,31 +161,27 @@ class Iterations:
         return list(STAGES) if due else [name for name in STAGES if name not in ("evaluate", "register")]
 
     def config(self, iteration: int) -> RunConfig:
-        """The run's config with the overrides of that iteration."""
+        """The run's config with the adjustments that the iteration has, and the overrides of its own."""
         record = self._records.get(iteration)
         return self.overridden(iteration, record["overrides"] if record else [])
 
     def overridden(self, iteration: int, overrides: list[str]) -> RunConfig:
-        """The run's config with overrides that an iteration may have. Raises `ConfigError` for any other."""
+        """The config of an iteration with overrides that it may have. Raises `ConfigError` for any other."""
         if fixed := [item for item in overrides if _key(item) in FIXED]:
             raise ConfigError(
                 f"one iteration cannot have {', '.join(fixed)} of its own",
                 expected=f"settings other than {', '.join(FIXED)}",
                 todo="start a new run with --set name=...",
             )
+        config = self._log.applied(self._config, iteration)
         if not overrides:
-            return self._config
-        return build_config(
-            apply_overrides(config_json(self._config), overrides), f"iteration {iteration} with overrides"
-        )
+            return config
+        return build_config(apply_overrides(config_json(config), overrides), f"iteration {iteration} with overrides")
 
     def is_stale(self, start: Position) -> bool:
-        """An iteration was made from another policy or cursor than it would start from now."""
+        """An iteration was made from another policy, cursor or adjustments than it would be now."""
         record = self._store.iteration(start.iteration)
-        return record is not None and (record["policy"]["digest"], record["cursor"]) != (
-            start.policy.digest,
-            start.cursor,
-        )
+        return record is not None and not self._fits(record, start)
 
     def cursor(self, iteration: int) -> int:
         """Prompts consumed before the iteration."""

@@ -15,6 +15,7 @@ from rl_core.errors import ConfigError, ModelError
 from rl_core.manifest import Ref, content_digest
 from rl_core.models import MODELS
 from rl_core.recipes import apply_overrides, build_config, config_json, parse_recipe
+from tasks.adjustments import check_not_adjusted
 from tasks.files import describe, publish_folder, storage_errors
 from tasks.provenance import code_version
 from tasks.settings import STATE_DIR, runs_dir
@@ -119,6 +120,7 @@ def _change_run(store: RunStore, wanted: RunConfig, overrides: list[str]) -> Non
             got=f"iterations = {config.iterations}",
         )
     if config != store.config():
+        check_not_adjusted(store, config)
         with store.lock():
             store.create(config, store.base_model(), code_version())
 

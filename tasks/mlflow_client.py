@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import re
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,13 +12,14 @@ from typing import TYPE_CHECKING
 
 from rl_core.errors import RlstagesError, StageError
 from rl_core.fingerprint import sha256_text
+from tasks.journal import file_lock
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 MAX_PARAM_CHARACTERS = 6000
+MAX_TAG_CHARACTERS = 5000
 _MAX_KEY_CHARACTERS = 250
-_LOCK_SECONDS = 120.0
 
 _SETTINGS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -80,25 +79,6 @@ def experiment_id(client: MlflowClient, tracking_uri: str, name: str) -> str:
             experiment = client.get_experiment_by_name(name)
             assert experiment is not None
     return str(experiment.experiment_id)
-
-
-@contextmanager
-def file_lock(path: Path) -> Iterator[None]:
-    """Hold a lock between processes of this machine; the kernel lets go when the holder dies."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + _LOCK_SECONDS
-    with path.open("a") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    raise StageError(
-                        f"{path.name} was not free for {_LOCK_SECONDS:.0f} s", todo="end the process that holds it"
-                    ) from error
-                time.sleep(0.05)
-        yield
 
 
 @contextmanager

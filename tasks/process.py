@@ -5,7 +5,7 @@ objects in UTF-8, each behind its length in 8 bytes; nothing is pickled. The chi
 
 A child dies with its parent: it asks the kernel for SIGKILL when the *thread* that started it ends (PR_SET_PDEATHSIG
 counts threads, not processes), so every child is started by one thread that lives as long as the interpreter.
-A child that is killed takes its descendants with it (`process_tree`).
+A child that is killed takes its descendants with it (`process_tree`), and so does the parent (`process_guardian`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rl_core.errors import RlstagesError, StageError, StageTimeoutError, WorkerError, from_dict
+from tasks.process_guardian import family_mark
 from tasks.process_pipe import Channel, Message
 from tasks.process_tree import PARENT, child_environment, in_spawner, kill_tree
 
@@ -56,6 +57,7 @@ class ChildProcess:
         self._deadline: float | None = None
         self._end_seen = False
         log_path.parent.mkdir(parents=True, exist_ok=True)
+        family = family_mark()
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours, self._check)
         try:
@@ -70,7 +72,7 @@ class ChildProcess:
                         stderr=subprocess.STDOUT,
                         pass_fds=(theirs.fileno(),),
                         start_new_session=True,
-                        env=child_environment(env or {}, self._mark),
+                        env=child_environment(env or {}, f"{family}/{self._mark}"),  # a child of a child carries all
                     )
                 )
         except BaseException:

@@ -26,7 +26,7 @@ MARK, PARENT = "RLSTAGES_CHILD", "RLSTAGES_PARENT_PID"
 
 
 def child_environment(extra: dict[str, str], mark: str) -> dict[str, str]:
-    """The parent's environment, `extra` on top, and an import path equal to the parent's (working directory last)."""
+    """The parent's environment with `extra`, its import path (working directory last), and the mark."""
     # What every interpreter has anyway stays out: it would break other Python versions started further down.
     own = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     own |= {f"{sysconfig.get_path('stdlib')}/lib-dynload"}
@@ -35,8 +35,7 @@ def child_environment(extra: dict[str, str], mark: str) -> dict[str, str]:
     path = os.pathsep.join(dict.fromkeys(filter(None, paths)))
     # The hash seed decides the order of sets: fixed, so that a rerun computes the same.
     defaults = {"PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1"}
-    marks = f"{os.environ.get(MARK, '')}/{mark}"  # a child of a child carries both
-    return {**defaults, **os.environ, **extra, "PYTHONPATH": path, MARK: marks, PARENT: str(os.getpid())}
+    return {**defaults, **os.environ, **extra, "PYTHONPATH": path, MARK: mark, PARENT: str(os.getpid())}
 
 
 def kill_tree(pid: int, mark: str) -> set[int]:

@@ -16,7 +16,8 @@ from rl_core.config import RegistryConfig
 from rl_core.errors import ConfigError, CorruptOutputError, ModelError
 from rl_core.manifest import Ref
 from tasks.gate import CHALLENGER, CHAMPION, Candidate, Decision, complete, decide, gate_word, recorded, tags_of
-from tasks.mlflow_client import file_lock, mlflow_errors, open_client, sqlite_file
+from tasks.journal import file_lock
+from tasks.mlflow_client import mlflow_errors, open_client, sqlite_file
 from tasks.pointer import upload_pointer
 from tasks.tracking import Tracker
 

@@ -46,7 +46,7 @@ def score(context: StageContext, services: Services, progress: Progress) -> Outc
         for row, score in zip(missing, scores, strict=True)
     }
     found = [known.get(key) or fresh[key] for key in ((row["group_id"], row["sample_id"]) for row in rows)]
-    _check_unscored(found, config)
+    check_unscored(found, config)
     written = write_table(context.output / "part-0000.parquet", found, schema)
     metrics: dict[str, float | None] = {}
     for name in names:
@@ -88,7 +88,8 @@ def _scored_before(context: StageContext, names: list[str]) -> dict[tuple[int, i
     return scored if len(scored) < len(rows) else {}
 
 
-def _check_unscored(rows: list[dict[str, Any]], config: RunConfig) -> None:
+def check_unscored(rows: list[dict[str, Any]], config: RunConfig) -> None:
+    """Refuse a rewards table with more rows without a total than `scoring.max_unscored_fraction`."""
     bad = [row for row in rows if row["status"] != "ok"]
     if not bad:
         return

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,8 +19,17 @@ from rl_core.rewards.contract import check_columns
 from tasks.process import ChildProcess
 from tasks.scoring_job import Job, Row, RowScore
 
-__all__ = ["RewardPool", "RowScore"]
+__all__ = ["RewardPool", "RowScore", "weighted_total"]
 _LOAD_SECONDS = 300.0  # to import the modules of all rewards
+
+
+def weighted_total(rewards: Sequence[RewardConfig], values: Mapping[str, float | None]) -> float | None:
+    """Weighted sum of one completion's components; null when a value is missing or the sum is not finite."""
+    found = {reward.name: values[reward.name] for reward in rewards}
+    if None in found.values():
+        return None
+    total = sum(reward.weight * (found[reward.name] or 0.0) for reward in rewards)
+    return total if math.isfinite(total) else None
 
 
 class RewardPool:
@@ -84,11 +93,9 @@ class RewardPool:
         job = Job(self, rows, names, columns, on_error == "fail")
         job.run()
         self.seconds = job.seconds
+        rewards = [self.rewards[name] for name in names]
         for score in job.scores:
-            values = [score.values[name] for name in names]
-            if None not in values:
-                total = sum(self.rewards[name].weight * (score.values[name] or 0.0) for name in names)
-                score.total = total if math.isfinite(total) else None
+            score.total = weighted_total(rewards, score.values)
         return job.scores
 
     def child(self, slot: int) -> ChildProcess:

@@ -1,148 +1,226 @@
-"""The servers beside a run: Prefect's, MLflow's, and a Prefect worker, all on loopback."""
+"""The servers beside a run: Prefect's, MLflow's, and a Prefect worker, on loopback unless told otherwise."""
 
 from __future__ import annotations
 
-import json
+import fcntl
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from ipaddress import ip_address
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from rl_core.errors import RunError, StageError
+from rl_core.errors import ConfigError, RunError, StageError
 from tasks import settings
+from tasks.embedded_server import answers, start_embedded
+from tasks.server_processes import (
+    LOGS,
+    START_SECONDS,
+    UpOptions,
+    check_alive,
+    start_mlflow,
+    start_prefect,
+    start_worker,
+    wait_for,
+)
+from tasks.up_record import UP_FILE, UpRecord, read_record, start_ticks
 
-_UP_FILE = settings.STATE_DIR / "up.json"
-_START_SECONDS = 180
+_DATABASES = ("postgresql+asyncpg://", "sqlite+aiosqlite://")
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
 
 
 def connect() -> None:
-    """Point Prefect at the server of `rlstages up` if one answers, else leave it to start its embedded one."""
+    """Point Prefect at the server of `rlstages up` if one answers, else at one of this process's own."""
     Path(os.environ["PREFECT_HOME"]).mkdir(parents=True, exist_ok=True)
     if "PREFECT_API_URL" in os.environ:
         return
-    url = running_api()
-    if url:
-        os.environ["PREFECT_API_URL"] = url
-    else:
-        os.environ.setdefault("PREFECT_SERVER_ALLOW_EPHEMERAL_MODE", "true")
+    os.environ["PREFECT_API_URL"] = running_api() or start_embedded()
 
 
 def running_api() -> str | None:
     """API URL of the server that `rlstages up` started here, if it answers."""
-    if not _UP_FILE.is_file():
-        return None
-    url: str = json.loads(_UP_FILE.read_text())["prefect_api"]
-    return url if _answers(f"{url}/health") else None
+    record = read_record()
+    return record.prefect_api if record and answers(f"{record.prefect_api}/health") else None
 
 
-def _answers(url: str) -> bool:
+def up(console: Console, options: UpOptions) -> None:
+    """Start all three, wait until they answer, deploy, say where they are, and stop them at Ctrl-C, SIGTERM or SIGHUP.
+
+    Raises `RunError` when they are up here already or a port is taken, `StageError` when one does not start or ends.
+    """
+    from tasks.provision import parse_limits
+
+    limits = parse_limits(options.limits)
+    _check_options(options)
+    LOGS.mkdir(parents=True, exist_ok=True)
+    with _alone():
+        _clear(console)
+        for port in (options.prefect_port, options.mlflow_port):
+            _check_free(options.host, port)
+        _answer_signals()
+        mine = None if options.detach else os.getpid()
+        here = options.host if not ip_address(options.host).is_unspecified else "127.0.0.1"
+        record = UpRecord(
+            prefect_api=f"http://{here}:{options.prefect_port}/api",
+            mlflow=f"http://{here}:{options.mlflow_port}",
+            mark=uuid.uuid4().hex,
+            pid=os.getpid(),
+            started=start_ticks(os.getpid()),
+        ).write()
+        leave = False
+        try:
+            children = _start_all(console, record, options, limits)
+            record = record.write(ready=True, pid=mine, started=record.started if mine else None)
+            _announce(console, record, options)
+            leave = options.detach
+            while not options.detach and all(child.poll() is None for child in children):
+                time.sleep(0.5)
+            if not options.detach:
+                raise StageError("one of the servers ended", todo=f"read the logs in {LOGS}")
+        finally:
+            if not leave:
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                    signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not leave half of it behind
+                record.end()
+
+
+def stop(console: Console) -> None:
+    """Stop what `rlstages up` started in this folder, also when it was killed itself. `down` of the command line."""
+    record = read_record()
+    if record is None:
+        console.print("nothing is up in this folder")
+        return
+    if record.owner_lives() and record.pid is not None:
+        os.kill(record.pid, signal.SIGTERM)
+        deadline = time.monotonic() + 60
+        while record.owner_lives() and time.monotonic() < deadline:
+            time.sleep(0.1)
+    record.end()
+    console.print("stopped; runs that were interrupted go on after the next `rlstages up`", highlight=False)
+
+
+def _check_options(options: UpOptions) -> None:
     try:
-        with urllib.request.urlopen(url, timeout=2) as reply:
-            return bool(reply.status == 200)
-    except (OSError, urllib.error.URLError):
-        return False
-
-
-def serve_until_interrupted(console: Console, prefect_port: int, mlflow_port: int) -> None:
-    """Start all three, wait until they answer, say where they are, and stop them at Ctrl-C or SIGTERM."""
-    if running_api():
-        raise RunError("the servers of this folder are up already", got=str(_UP_FILE), todo="use them, or stop them")
-    for port in (prefect_port, mlflow_port):
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                raise RunError(f"port {port} is taken", todo="stop what listens there, or choose another port")
-    logs = settings.STATE_DIR / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    api = f"http://127.0.0.1:{prefect_port}/api"
-    mlflow = f"http://127.0.0.1:{mlflow_port}"
-    env = os.environ | {"PREFECT_API_URL": api, "RLSTAGES_DIR": str(Path.cwd())}
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    children: list[subprocess.Popen[bytes]] = []
-    try:
-        with console.status("starting the Prefect server and MLflow"):
-            children.append(
-                _start(
-                    _prefect("server", "start", "--host", "127.0.0.1", "--port", str(prefect_port)),
-                    logs / "prefect.log",
-                    env,
-                )
-            )
-            children.append(_start(_mlflow(mlflow_port), logs / "mlflow.log", env))
-            _wait(f"{api}/health", children[0], logs / "prefect.log")
-            _wait(f"{mlflow}/health", children[1], logs / "mlflow.log")
-        with console.status("creating the work pool and deploying"):
-            _prepare(env, logs / "prefect.log")
-            children.append(_start(_prefect("worker", "start", "--pool", "local"), logs / "prefect-worker.log", env))
-        _UP_FILE.write_text(json.dumps({"prefect_api": api, "mlflow": mlflow, "pid": os.getpid()}))
-        console.print(f"Prefect  {api.removesuffix('/api')}", highlight=False)
-        console.print(f"MLflow   {mlflow}", highlight=False)
-        console.print(f"logs     {logs}\nCtrl-C stops them", highlight=False)
-        while all(child.poll() is None for child in children):
-            time.sleep(0.5)
-        raise StageError("one of the servers ended", todo=f"read the logs in {logs}")
-    finally:
-        _UP_FILE.unlink(missing_ok=True)
-        for child in reversed(children):
-            _stop(child)
-
-
-def _prefect(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "prefect", *arguments]
-
-
-def _mlflow(port: int) -> list[str]:
-    uri = settings.tracking_uri()
-    arguments = ["server", "--host", "127.0.0.1", "--port", str(port), "--backend-store-uri", uri, "--workers", "1"]
-    return [sys.executable, "-m", "mlflow", *arguments, "--default-artifact-root", str(Path("mlruns").absolute())]
-
-
-def _start(command: list[str], log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
-    with log.open("ab") as file:
-        return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True
+        ip_address(options.host)
+    except ValueError as error:
+        raise ConfigError(
+            "--host is not an address", expected="such as 127.0.0.1 or 0.0.0.0", got=options.host
+        ) from error
+    if options.database_url and not options.database_url.startswith(_DATABASES):
+        raise ConfigError(
+            "--database-url is not one Prefect can use", expected=" or ".join(f"{x}..." for x in _DATABASES)
         )
 
 
-def _wait(url: str, child: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + _START_SECONDS
-    while not _answers(url):
-        if child.poll() is not None or time.monotonic() > deadline:
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-            raise StageError(f"no answer from {url}", todo="is the port taken? choose another one", details=tail)
-        time.sleep(0.3)
-
-
-def _prepare(env: dict[str, str], log: Path) -> None:
-    root = Path(__file__).resolve().parent.parent
-    steps = [
-        _prefect("work-pool", "create", "local", "--type", "process", "--overwrite"),
-        _prefect("--no-prompt", "deploy", "--all", "--prefect-file", str(root / "prefect.yaml")),
-    ]
-    for step in steps:
-        with log.open("ab") as file:
-            code = subprocess.run(
-                step, stdout=file, stderr=subprocess.STDOUT, env=env, cwd=root, check=False
-            ).returncode
-        if code != 0:
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-            raise StageError(f"`prefect {' '.join(step[3:])}` failed", details=tail)
-
-
-def _stop(child: subprocess.Popen[bytes]) -> None:
-    """End a server and what it started: politely, then for good."""
-    for number, grace_seconds in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0)):
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Keep a second `up` of this folder out."""
+    with (settings.STATE_DIR / "up.lock").open("ab") as file:
         try:
-            os.killpg(child.pid, number)
-            child.wait(grace_seconds)
-            return
-        except ProcessLookupError:
-            return
-        except subprocess.TimeoutExpired:
-            continue
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(
+                "the servers of this folder are up already",
+                got=str(UP_FILE),
+                todo="use them, or stop them: rlstages down",
+            ) from None
+        yield
+
+
+def _clear(console: Console) -> None:
+    """End what an `up` that was killed has left; refuse when a detached one is there."""
+    record = read_record()
+    if record is None:
+        return
+    if record.processes() and record.ready and record.pid is None:
+        raise RunError(
+            "the servers of this folder are up already", got=str(UP_FILE), todo="use them, or stop them: rlstages down"
+        )
+    with console.status("ending what an earlier `rlstages up` has left"):
+        record.end()
+
+
+def _check_free(host: str, port: int) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise RunError(
+                f"port {port} of {host} cannot be had",
+                got=str(error),
+                todo="stop what listens there, or choose another port",
+            ) from error
+
+
+def _answer_signals() -> None:
+    """Let SIGTERM and SIGHUP end `up` in order.
+
+    What is ignored here, as below `nohup` or `&`, stays without effect, but by a handler: the servers must not inherit
+    it, or the worker would take no first SIGTERM and go on taking runs.
+    """
+    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
+        else:
+            signal.signal(number, lambda *_, code=code: sys.exit(code))
+
+
+def _start_all(
+    console: Console, record: UpRecord, options: UpOptions, limits: dict[str, int]
+) -> list[subprocess.Popen[bytes]]:
+    os.environ["PREFECT_API_URL"] = record.prefect_api
+    os.environ["RLSTAGES_DIR"] = str(Path.cwd())
+    for name in ("prefect", "mlflow", "prefect-worker"):
+        (LOGS / f"{name}.log").open("ab").close()
+    with console.status("starting the Prefect server and MLflow"):
+        children = [start_prefect(record, options), start_mlflow(record, options)]
+        from prefect.client.orchestration import get_client  # takes seconds, while the servers start
+
+        from tasks import provision
+        from tasks.deployments import read_file
+
+        file = read_file()
+        wait_for(f"{record.prefect_api}/health", children[0], LOGS / "prefect.log")
+    with console.status("deploying and starting a worker"), get_client(sync_client=True) as client:
+        provision.create_pool(client)
+        began, name = datetime.now(UTC), socket.gethostname()
+        children.append(start_worker(record, name))
+        for line in provision.provision(client, file, limits):
+            console.print(f"changed back to prefect.yaml: {line}", highlight=False)
+        _resume_dead_runs(console, client)
+        while not provision.worker_reported(client, name, began):
+            check_alive(children[2], LOGS / "prefect-worker.log", began.timestamp() + START_SECONDS)
+    with console.status("waiting for MLflow"):
+        wait_for(f"{record.mlflow}/health", children[1], LOGS / "mlflow.log")
+    return children
+
+
+def _resume_dead_runs(console: Console, client: SyncPrefectClient) -> None:
+    """Tell the server which runs died with an earlier worker or with the machine, and schedule them again."""
+    from tasks.autoresume import resume_crashed
+    from tasks.doctor import known_stores
+    from tasks.doctor_server import server
+
+    server(known_stores(), fix=True)
+    for name in resume_crashed(client):
+        console.print(f"{name} goes on where it was interrupted", highlight=False)
+
+
+def _announce(console: Console, record: UpRecord, options: UpOptions) -> None:
+    lines = [f"Prefect  {record.prefect_api.removesuffix('/api')}", f"MLflow   {record.mlflow}", f"logs     {LOGS}"]
+    if not ip_address(options.host).is_loopback:
+        lines.append("whoever reaches these ports can run code here: there is no password")
+    lines.append("rlstages down stops them" if options.detach else "Ctrl-C stops them")
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)

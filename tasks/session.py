@@ -14,13 +14,17 @@ from rl_core.errors import RunError
 from rl_core.fingerprint import canonical_json, fingerprint
 from rl_core.manifest import FileEntry, Manifest, Ref, content_digest
 from rl_core.stages import Facts
+from tasks.attempts import note_attempt
 from tasks.events import EventKind, StageEvent, tell
 from tasks.files import storage_errors
 from tasks.iterations import Iterations
+from tasks.placement import check_placement, place, supersede
 from tasks.provenance import code_version, now
+from tasks.slots import free_own_slot
 from tasks.stage import Mode, Outcome, Stage, StageContext, StageResult
 from tasks.store import RunStore
 from tasks.tracking import Tracker, open_tracker
+from tasks.trainer_states import retain
 from tasks.worker import Worker
 
 _OPEN: dict[str, Session] = {}
@@ -39,20 +43,9 @@ class Session:
         self.iterations = Iterations(store, self.config, self.base_model)
         self._tracker: Tracker | None = None
 
-    def check_rerun(self, iteration: int, stage: str, overrides: list[str] | None) -> None:
-        """Refuse what a rerun cannot be made of, before the iteration's record says so."""
-        if not 0 <= iteration < self.config.iterations:
-            raise RunError(
-                f"run {self.store.name!r} has no iteration {iteration}",
-                expected=f"0 to {self.config.iterations - 1}",
-                got=str(iteration),
-            )
-        if stage not in self.iterations.stages_due(iteration):
-            raise RunError(f"iteration {iteration} has no stage {stage}", todo="see evaluate.every in the recipe")
-        self.facts(self.iterations.overridden(iteration, overrides or []), iteration)
-
     def end_iteration(self, iteration: int) -> None:
         self.iterations.end(iteration)
+        retain(self.store, self.iterations.config(iteration), iteration)
         tell(StageEvent("completed", self.store.name, iteration))
 
     # -- stages -------------------------------------------------------------------------------------------------------
@@ -80,6 +73,8 @@ class Session:
             if found and mode == "reuse":
                 folder, manifest, new = *found, False
             else:
+                if mode == "execute":  # what a dead process had begun elsewhere may be older than what is asked for
+                    supersede(self.store.iteration_dir(iteration) / spec.name)
                 context = StageContext(
                     config=config,
                     iteration=iteration,
@@ -140,9 +135,11 @@ class Session:
                     **outcome.measured,
                     "seconds": time.monotonic() - started,
                     "finished_at": now(),
+                    "finished_unix_seconds": time.time(),  # less "seconds": when it began, its slots in hand
                     "execution": context.config.execution.model_dump(mode="json"),
                 },
                 code_version=code_version(),
+                parent=str(parent) if (parent := self.store.parent()) else None,
             )
             with storage_errors(context.output):
                 return self.store.publish(context.output, manifest)
@@ -161,11 +158,14 @@ class Session:
                 return stage.perform(context, self.tracker, on_progress)
         before = time.monotonic()
         try:
-            reply = self.worker.request(
-                {"op": "perform", "stage": name, "context": context.to_dict()},
-                context.config.execution.timeout_seconds.get(name),
-                lambda message: on_progress(message["done"], message["total"]),
-            )
+            if name in context.config.execution.placement:
+                reply = place(name, context, self.store.name, on_progress)
+            else:
+                reply = self.worker.request(
+                    {"op": "perform", "stage": name, "context": context.to_dict()},
+                    context.config.execution.timeout_seconds.get(name),
+                    lambda message: on_progress(message["done"], message["total"]),
+                )
         finally:
             self.worker_seconds += time.monotonic() - before
         outcome = Outcome(reply["rows"], reply["metrics"], reply["state"], reply["measured"])
@@ -188,7 +188,7 @@ class Session:
         self.tracker.log_stage(result.stage, iteration, metrics, marker=result.fingerprint + result.digest)
         if result.stage == "generate":
             name = f"trajectories-{iteration:04d}"
-            self.tracker.log_dataset(name, self.store.path / result.folder, result.digest, result.rows)
+            self.tracker.log_dataset(name, self.store.folder(result.folder), result.digest, result.rows)
 
     # -- tracking -----------------------------------------------------------------------------------------------------
     @property
@@ -197,10 +197,11 @@ class Session:
             self._tracker = open_tracker(self.store, self.config)
         return self._tracker
 
-    def close(self, failed: bool) -> None:
+    def close(self, status: str) -> None:
+        """End the worker and close the MLflow run as `FINISHED`, `FAILED` or `KILLED`."""
         self.worker.close()
         if self._tracker is not None:
-            self._tracker.finish("FAILED" if failed else "FINISHED")
+            self._tracker.finish(status)
 
 
 @contextmanager
@@ -213,14 +214,20 @@ def open_session(run: str, runs_dir: Path) -> Iterator[Session]:
     store.record()
     with store.lock():
         store.sweep()
+        check_placement(store.config())
+        free_own_slot(store)
+        note_attempt(store)
         session = _OPEN[run] = Session(store)
-        failed = True
+        status = "KILLED"  # by a signal, unless it turns out otherwise
         try:
             yield session
-            failed = False
+            status = "FINISHED"
+        except Exception:
+            status = "FAILED"
+            raise
         finally:
             del _OPEN[run]
-            session.close(failed)
+            session.close(status)
 
 
 def current_session(run: str) -> Session:

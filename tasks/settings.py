@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from rl_core.errors import StageError
 
 STATE_DIR = Path(".state")
 PREFECT_PORT = 4200
@@ -22,6 +23,12 @@ _DEFAULTS = {
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
     # A slot that lives in the server's memory is lost for ever when the server restarts.
     "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+    # A release wakes no waiter, so waiters ask often; a dead holder's slot is free 65 s after its end at the latest.
+    "PREFECT_SERVER_TASKS_TAG_CONCURRENCY_SLOT_WAIT_SECONDS": "2",
+    "PREFECT_SERVER_CONCURRENCY_MAXIMUM_CONCURRENCY_SLOT_WAIT_SECONDS": "5",
+    "PREFECT_SERVER_SERVICES_REPOSSESSOR_LOOP_SECONDS": "5",
+    # The server calls a run dead after three times as long (`tasks.provision`).
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ENABLE_ASYNC_LOGGING": "false",
 }
@@ -55,28 +62,17 @@ def without_heartbeat() -> Iterator[None]:
         yield
 
 
-_LIMITS_SECONDS = 30.0
-_limits: tuple[float, frozenset[str]] = (-_LIMITS_SECONDS, frozenset())
+def lost_server(error: BaseException) -> StageError | None:
+    """What to say when the Prefect server has gone for good; null when the error is about something else."""
+    from httpx import TransportError
 
-
-def skip_unlimited(tags: list[str]) -> None:
-    """Spare Prefect the question for slots of tags that have no concurrency limit.
-
-    It asks its server before every task with tags, and an SQLite server that is busy with events takes seconds to
-    answer. Prefect keeps the answer "no limits" for 5 s itself; here one look at the list of limits serves for 30 s.
-    """
-    global _limits
-    from prefect.client.orchestration import get_client
-    from prefect.concurrency import services
-
-    names = frozenset(f"tag:{tag}" for tag in tags)
-    if time.monotonic() - _limits[0] > _LIMITS_SECONDS:
-        with get_client(sync_client=True) as client:
-            known = client.read_global_concurrency_limits(limit=200, offset=0)
-        _limits = (time.monotonic(), frozenset(limit.name for limit in known))
-    if not names & _limits[1]:
-        with services._cache_lock:
-            services._no_limits_cache[names] = True
+    if not isinstance(error, TransportError):
+        return None
+    return StageError(
+        f"the Prefect server at {os.environ.get('PREFECT_API_URL', 'an unknown address')} does not answer any more",
+        got=f"{type(error).__name__}: {error}",
+        todo="start it again with `rlstages up`; the same command then continues the run, and finished stages are kept",
+    )
 
 
 def quiet_console() -> None:

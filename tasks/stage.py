@@ -29,7 +29,6 @@ from rl_core.recipes import build_config, config_json
 from rl_core.section import Section
 from rl_core.stages import STAGES, Facts, StageSpec
 from tasks.files import describe
-from tasks.settings import skip_unlimited
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State, TaskRun
@@ -162,17 +161,21 @@ class Stage(Generic[S]):
     def __call__(self, run: str, iteration: int, mode: Mode = "reuse", **inputs: StageResult | Ref) -> StageResult:
         """Run the stage of one iteration as a Prefect task. `inputs` by name, as in `StageSpec.reads`."""
         from tasks.session import current_session
+        from tasks.slots import outlast_restart, slots_for
 
-        execution = current_session(run).iterations.config(iteration).execution
+        session = current_session(run)
+        execution = session.iterations.config(iteration).execution
         name = self.spec.name
         tags = [f"stage:{name}", *self.spec.tags, *execution.tags.get(name, [])]
-        skip_unlimited(tags)
         task = self._task.with_options(
             retries=execution.retries.get(name, 1), retry_delay_seconds=execution.retry_delay_seconds, tags=tags
         )
         refs = {key: (value.ref if isinstance(value, StageResult) else value) for key, value in inputs.items()}
         # A task that returns a state, as "Reused" does, hands out the state itself; `result` opens both kinds alike.
-        result: StageResult = task(run, iteration, mode, refs, return_state=True).result()
+        with slots_for(session.store, iteration, name, tags):
+            result: StageResult = outlast_restart(
+                session.store, lambda: task(run, iteration, mode, refs, return_state=True).result()
+            )
         return result
 
     @cached_property

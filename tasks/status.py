@@ -16,6 +16,7 @@ from rl_core.manifest import Manifest
 from rl_core.schemas import ADVANTAGES, TRAJECTORIES, rewards_schema
 from rl_core.stages import STAGES
 from tasks.iterations import Iterations
+from tasks.references import describe_lineage
 from tasks.settings import MLFLOW_PORT, PREFECT_PORT, runs_dir, tracking_uri
 from tasks.store import RunStore, read_manifest
 from tasks.summary import number
@@ -67,6 +68,8 @@ def print_status(console: Console, run: str) -> None:
     size = f"{config.generate.prompts_per_iteration} prompts × {config.generate.group_size} completions"
     what = f"{config.algorithm.name} on {config.model.source}, {config.environment.kind}"
     console.print(f"[bold]{run}[/]  {what}, {size}, seed {config.seed}", highlight=False)
+    for line in describe_lineage(store):
+        console.print(line, highlight=False)
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("iteration", "state", "reward", "held-out", "signal", "tokens", "seconds", "alias"):
         table.add_column(column, justify="left" if column in ("iteration", "state", "alias") else "right")
@@ -192,7 +195,7 @@ def _program() -> str:
 
 def _first_evaluation(store: RunStore, final: Manifest | None) -> Manifest | None:
     """The evaluation of the model the run started from, of the same problems under the same settings as `final`."""
-    found = [read_manifest(path) for path in sorted(store.iteration_dir(-1).glob("evaluate/*"))]
+    found = [read_manifest(path) for path in store.outputs(-1, "evaluate")]
     return next((m for m in found if m and final and m.identity == final.identity), None)
 
 

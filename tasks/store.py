@@ -6,6 +6,9 @@
 
 A folder under its final name is complete: it is written under `<fingerprint12>.partial-<pid>`, gets its manifest last,
 is synced and renamed. A second, different output of one fingerprint gets the suffix `-2`, `-3`, ...
+
+A forked run reads what lies before its fork point from its parent, at `../<parent>/iterations/...`, and never
+writes there.
 """
 
 from __future__ import annotations
@@ -13,18 +16,37 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-from pydantic import ValidationError
+from typing import IO, Any
 
 from rl_core.config import RunConfig
 from rl_core.errors import RunError
-from rl_core.manifest import MANIFEST_NAME, Manifest, Ref, content_digest
+from rl_core.manifest import MANIFEST_NAME, Manifest, Ref
+from rl_core.parent import Parent
 from rl_core.recipes import build_config
-from tasks.files import describe, publish_folder, read_json, storage_errors, write_json
+from tasks.files import (
+    folder_digest,
+    publish_folder,
+    read_json,
+    read_manifest,
+    restore_files,
+    storage_errors,
+    write_json,
+)
+
+__all__ = ["PLACED", "RunStore", "read_manifest"]
+
+PLACED = "placed-"
+"""Begin of the folder names of attempts that another machine makes (`tasks.placed`); they are nobody's leftovers."""
+Found = tuple[Path, Manifest]
+
+
+def is_output(folder: Path) -> bool:
+    """Whether a folder below a stage's has the name of a complete output."""
+    return folder.is_dir() and ".partial-" not in folder.name and not folder.name.startswith(PLACED)
 
 
 class RunStore:
@@ -38,14 +60,17 @@ class RunStore:
     def exists(self) -> bool:
         return (self.path / "run.json").is_file()
 
-    def create(self, config: RunConfig, base_model: Ref, code_version: str) -> None:
+    def create(self, config: RunConfig, base_model: Ref, code_version: str, parent: Parent | None = None) -> None:
+        """Write what the run is. A run that exists keeps its parent."""
         with storage_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
+        parent = parent or (self.parent() if self.exists() else None)
         record = {
             "format": 1,
             "config": config.model_dump(mode="json"),
             "base_model": base_model.model_dump(),
             "code_version": code_version,
+            "parent": parent.model_dump() if parent else None,
         }
         write_json(self.path / "run.json", record)
 
@@ -63,21 +88,26 @@ class RunStore:
     def base_model(self) -> Ref:
         return Ref.model_validate(self.record()["base_model"])
 
+    def parent(self) -> Parent | None:
+        found = self.record().get("parent")
+        return Parent.model_validate(found) if found else None
+
+    def parent_store(self, parent: Parent) -> RunStore:
+        return RunStore(self.path.parent, parent.run)
+
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the run for this process; the kernel lets go when the process dies, however it dies."""
         with storage_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / "lock").open("a+b", buffering=0) as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
+            if not _locked(file):
                 file.seek(0)
                 raise RunError(
                     f"run {self.name!r} is in use",
                     got=f"process {file.read().decode() or 'unknown'} holds it",
                     todo="wait for it or stop it; take another name with --set name=... for a second run",
-                ) from error
+                )
             with storage_errors(self.path):
                 file.truncate(0)
                 file.write(str(os.getpid()).encode())
@@ -87,6 +117,8 @@ class RunStore:
         """Remove what dead attempts left behind and return it. Only under `lock()`."""
         leftovers = []
         for path in sorted(self.path.glob("**/*.partial-*")):
+            if any(part.startswith(PLACED) for part in path.relative_to(self.path).parts):
+                continue  # whoever works there may be alive
             if path.is_dir():
                 shutil.rmtree(path)
             elif path.exists():  # else it went with the folder it was in
@@ -108,7 +140,12 @@ class RunStore:
         write_json(self.iteration_dir(iteration) / "iteration.json", record)
 
     def resolve(self, ref: Ref) -> Path:
-        return self.path / ref.path
+        """The absolute folder, without `..`: it goes into other stores, where this run may be unknown or gone."""
+        return self.folder(ref.path)
+
+    def folder(self, path: str) -> Path:
+        """The absolute folder of a path in a record of this run."""
+        return Path(os.path.normpath(self.path / path))
 
     def relative(self, folder: Path) -> str:
         """How a folder is written down in records and references of this run; `..` where it is another run's."""
@@ -123,30 +160,53 @@ class RunStore:
             partial.mkdir(parents=True)
         return partial
 
-    def find(self, iteration: int, stage: str, fingerprint: str) -> tuple[Path, Manifest] | None:
-        """The complete output of a fingerprint: of several the one the iteration is made of, else the newest.
+    def find(self, iteration: int, stage: str, fingerprint: str) -> Found | None:
+        """The complete output of a fingerprint: of several the one the iteration is made of, else the newest own one,
+        else the parent's, if that lies before the fork point.
 
         What is damaged is put aside. Only under `lock()`.
         """
-        found = self._attempts(iteration, stage, fingerprint)
-        made = (self.iteration(iteration) or {"stages": {}})["stages"].get(stage)
-        for path, manifest in found:
-            if made and path == self.path / made["folder"]:
-                return path, manifest
+        own = self._attempts(iteration, stage, fingerprint, put_aside=True)
+        found = self._ranked(iteration, stage, [*self._inherited(iteration, stage, fingerprint), *own])
         return found[-1] if found else None
 
-    def _attempts(self, iteration: int, stage: str, fingerprint: str) -> list[tuple[Path, Manifest]]:
+    def _ranked(self, iteration: int, stage: str, found: list[Found]) -> list[Found]:
+        """Outputs from old to new with the one that the iteration is made of at the end."""
+        made = (self.iteration(iteration) or {"stages": {}})["stages"].get(stage)
+        named = self.folder(made["folder"]) if made else None
+        return sorted(found, key=lambda one: one[0] == named)
+
+    def _inherited(self, iteration: int, stage: str, fingerprint: str) -> list[Found]:
+        """Complete outputs of the line of parents, the best last; nothing is touched there."""
+        parent = self.parent() if self.exists() else None
+        if parent is None or not parent.has(iteration, stage):
+            return []
+        store = self.parent_store(parent)
+        own = store._attempts(iteration, stage, fingerprint, put_aside=False)
+        return store._ranked(iteration, stage, [*store._inherited(iteration, stage, fingerprint), *own])
+
+    def _attempts(self, iteration: int, stage: str, fingerprint: str, put_aside: bool) -> list[Found]:
+        """Complete outputs in this run's own folder, the newest last."""
         folder = self.iteration_dir(iteration) / stage
         found = []
         for path in sorted(folder.glob(f"{fingerprint[:12]}*"), key=lambda p: (len(p.name), p.name)):
             if ".partial-" in path.name:
                 continue
             manifest = read_manifest(path)
-            if manifest is None or content_digest(describe(path)) != manifest.digest:
-                self._put_aside(path, iteration, stage)
+            if manifest is None or folder_digest(path) != manifest.digest:
+                if put_aside:
+                    self._put_aside(path, iteration, stage)
             elif manifest.fingerprint == fingerprint:
                 found.append((path, manifest))
         return found
+
+    def outputs(self, iteration: int, stage: str) -> list[Path]:
+        """Folders of all outputs of a stage, the parents' before the fork point included."""
+        own = [p for p in sorted((self.iteration_dir(iteration) / stage).glob("*")) if is_output(p)]
+        parent = self.parent()
+        if parent is None or not parent.has(iteration, stage):
+            return own
+        return self.parent_store(parent).outputs(iteration, stage) + own
 
     def _put_aside(self, path: Path, iteration: int, stage: str) -> None:
         """Move a damaged output out of every reader's way; it is not deleted, somebody may want to know why."""
@@ -157,10 +217,14 @@ class RunStore:
     def publish(self, partial: Path, manifest: Manifest) -> tuple[Path, Manifest, bool]:
         """Give a finished attempt its final name; (folder, manifest, whether it is new).
 
-        An equal output that is there already stays untouched and the attempt is thrown away.
+        An equal output that is there already stays and the attempt is thrown away; files it was pruned of come back.
         """
-        for path, other in self._attempts(manifest.iteration, manifest.stage, manifest.fingerprint):
+        key = manifest.iteration, manifest.stage, manifest.fingerprint
+        inherited = [(path, other) for path, other in self._inherited(*key) if not other.pruned]
+        for path, other in [*self._attempts(*key, put_aside=True), *inherited]:
             if other.digest == manifest.digest:
+                if other.pruned:
+                    other = restore_files(partial, path, other)
                 shutil.rmtree(partial)
                 return path, other, False
         write_json(partial / MANIFEST_NAME, manifest.model_dump(mode="json"))
@@ -176,14 +240,11 @@ class RunStore:
         return folder / name
 
 
-def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of an output folder; null when it is missing, unreadable or names a file that is not there whole."""
-    try:
-        manifest = Manifest.model_validate_json((folder / MANIFEST_NAME).read_bytes())
-    except (OSError, ValidationError):
-        return None
-    for entry in manifest.files:
-        path = folder / entry.name
-        if not path.is_file() or path.stat().st_size != entry.bytes:
-            return None
-    return manifest
+def _locked(file: IO[bytes]) -> bool:
+    for _ in range(20):  # whoever only looks whether it is taken (`attempts`) lets go in an instant
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(0.01)
+    return False

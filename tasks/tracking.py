@@ -1,7 +1,8 @@
 """The MLflow run of a training run: parameters, metrics by iteration, links to the data. Losing MLflow loses nothing.
 
 Everything is written into the run's ledger first and then sent, with the time stamp it got there. MLflow stores a
-metric of equal key, step, value and time stamp once, so an entry may be sent again after a crash in between.
+metric of equal key, step, value and time stamp once, so an entry may be sent again after a crash in between; of several
+values at one step, the one with the newest time stamp is the current one.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.config import RunConfig
-from rl_core.errors import RlstagesError, StageError, StorageError
-from rl_core.fingerprint import canonical_json, sha256_text
+from rl_core.errors import RlstagesError, RunError, StageError, StorageError
 from rl_core.recipes import config_json
 from tasks import settings
-from tasks.ledger import Entry, Ledger
-from tasks.mlflow_client import MAX_PARAM_CHARACTERS, experiment_id, open_client, safe_key, short_param
+from tasks.journal import Entry
+from tasks.ledger import Ledger
+from tasks.mlflow_client import MAX_TAG_CHARACTERS, mlflow_errors, open_client, safe_key
+from tasks.mlflow_run import create_run, find_run, log_config
 from tasks.store import RunStore
 
 if TYPE_CHECKING:
@@ -28,9 +30,6 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
 
 EXPERIMENT = "rlstages"
-_RUN_TAG = "rlstages.run"
-_KEY_TAG = "rlstages.run_key"
-_CONFIG_TAG = "rlstages.config_sha256"
 _RETRY_DELAYS = (0.2, 1.0)
 _PAUSE_SECONDS = 30.0  # after an outage, entries are only collected for so long before MLflow is tried again
 _SLOW_SECONDS = 5.0  # a call that failed after so long is not tried again at once: the server hangs
@@ -41,7 +40,30 @@ _log = logging.getLogger("rlstages.tracking")
 
 def open_tracker(store: RunStore, config: RunConfig) -> Tracker:
     """The tracker of a run that this process has locked."""
-    return Tracker(settings.tracking_uri(), EXPERIMENT, config.name, store.path / "tracking.jsonl", config_json(config))
+    tags = {f"rlstages.parent_{key}": str(value) for key, value in (store.record().get("parent") or {}).items()}
+    ledger = store.path / "tracking.jsonl"
+    return Tracker(settings.tracking_uri(), EXPERIMENT, config.name, ledger, config_json(config), tags)
+
+
+def close_abandoned(store: RunStore) -> str | None:
+    """Close the MLflow run of a training run that nobody works on if it still says RUNNING; returns its id.
+
+    It becomes `KILLED`, until the training run is continued. Raises `StageError` when MLflow cannot be reached.
+    """
+    try:
+        uri = settings.tracking_uri()
+        with store.lock(), mlflow_errors(f"closing the run of {store.name}", uri):
+            ledger = Ledger(store.path / "tracking.jsonl")
+            if not ledger.entries:
+                return None
+            client = open_client(uri)
+            run = find_run(client, uri, EXPERIMENT, ledger)
+            if run is not None and run.info.status == "RUNNING":
+                client.set_terminated(run.info.run_id, "KILLED")
+                return str(run.info.run_id)
+    except RunError:
+        pass  # somebody works on it
+    return None
 
 
 class Tracker:
@@ -49,17 +71,25 @@ class Tracker:
 
     Args:
         tracking_uri: `sqlite:///...` or the address of a server.
-        experiment: name of the MLflow experiment.
-        run_name: name shown in MLflow.
+        experiment, run_name: names shown in MLflow.
         ledger: file of what is to be sent and what was.
-        config: the resolved config, JSON-plain.
+        config, tags: the resolved config, JSON-plain; tags that the MLflow run is created with.
     """
 
-    def __init__(self, tracking_uri: str, experiment: str, run_name: str, ledger: Path, config: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        tracking_uri: str,
+        experiment: str,
+        run_name: str,
+        ledger: Path,
+        config: dict[str, Any],
+        tags: dict[str, str] | None = None,
+    ) -> None:
         self.tracking_uri = tracking_uri
         self._experiment = experiment
         self._run_name = run_name
         self._config = config
+        self._tags = tags or {}
         self._ledger = Ledger(ledger)
         self._client: MlflowClient | None = None
         self._run: Run | None = None
@@ -74,7 +104,8 @@ class Tracker:
         values = {name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(value)}
         last = self._ledger.latest("metrics", stage=stage, iteration=iteration)
         if values and (last is None or (last["marker"] != marker and last["metrics"] != values)):
-            about = {"stage": stage, "iteration": iteration, "marker": marker, "time": time.time_ns() // 1_000_000}
+            stamp = max(time.time_ns() // 1_000_000, last["time"] + 1 if last else 0)  # clocks also go backwards
+            about = {"stage": stage, "iteration": iteration, "marker": marker, "time": stamp}
             self._ledger.add({"kind": "metrics", **about, "metrics": values})
         self._deliver()
 
@@ -83,6 +114,17 @@ class Tracker:
         about = {"name": name, "source": str(folder), "digest": digest[:36], "rows": rows, "context": context}
         if self._ledger.latest("dataset", **about) is None:
             self._ledger.add({"kind": "dataset", **about})
+        self._deliver()
+
+    def has_tag(self, key: str) -> bool:
+        """Whether `set_tag` was called for it, whatever MLflow knows of it yet."""
+        return self._ledger.latest("tag", key=key) is not None
+
+    def set_tag(self, key: str, value: str) -> None:
+        """Set a tag of the MLflow run, once for each new value."""
+        entry = {"kind": "tag", "key": key, "value": value[:MAX_TAG_CHARACTERS]}
+        if (self._ledger.latest("tag", key=key) or {}).get("value") != entry["value"]:
+            self._ledger.add(entry)
         self._deliver()
 
     def finish(self, status: str) -> None:
@@ -147,7 +189,13 @@ class Tracker:
 
         settled = {"number": entry["number"], "run_id": self.run_id}
         try:
-            self._send_metrics(entry) if entry["kind"] == "metrics" else self._send_dataset(entry)
+            match entry["kind"]:
+                case "metrics":
+                    self._send_metrics(entry)
+                case "dataset":
+                    self._send_dataset(entry)
+                case "tag":
+                    self._connected().set_tag(self.run_id, entry["key"], entry["value"])
         except MlflowException as error:
             if error.error_code not in _REFUSALS:
                 raise
@@ -184,11 +232,12 @@ class Tracker:
             return self._client
         try:
             client = open_client(self.tracking_uri)
-            run = self._find_run(client) or self._create_run(client)
+            place = client, self.tracking_uri, self._experiment, self._ledger
+            run = find_run(*place) or create_run(*place, self._run_name, self._tags)
             if self._ledger.mlflow_run(self.tracking_uri) != run.info.run_id:
                 self._ledger.append({"kind": "mlflow_run", "uri": self.tracking_uri, "run_id": run.info.run_id})
             client.update_run(run.info.run_id, status="RUNNING")
-            self._log_config(client, run)
+            log_config(client, run, self._config)
         except RlstagesError:
             raise
         except Exception as error:
@@ -199,52 +248,3 @@ class Tracker:
             ) from error
         self._client, self._run = client, run
         return client
-
-    def _find_run(self, client: MlflowClient) -> Run | None:
-        from mlflow.exceptions import MlflowException
-
-        known = self._ledger.mlflow_run(self.tracking_uri)
-        if known is not None:
-            try:
-                run = client.get_run(known)
-                return run if run.info.lifecycle_stage == "active" else None
-            except MlflowException as error:
-                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                    raise
-        # The process may have died after it created the run and before it wrote its id down.
-        query = f"tags.`{_KEY_TAG}` = '{self._ledger.run_key()}'"
-        experiment = experiment_id(client, self.tracking_uri, self._experiment)
-        found = client.search_runs([experiment], filter_string=query, max_results=1)
-        return found[0] if found else None
-
-    def _create_run(self, client: MlflowClient) -> Run:
-        tags = {_RUN_TAG: self._run_name, _KEY_TAG: self._ledger.run_key()}
-        experiment = experiment_id(client, self.tracking_uri, self._experiment)
-        return client.create_run(experiment, tags=tags, run_name=self._run_name)
-
-    def _log_config(self, client: MlflowClient, run: Run) -> None:
-        """Parameters, which MLflow never changes, and the whole config, which follows every resume."""
-        from mlflow.entities import Param
-
-        digest = sha256_text(canonical_json(self._config))
-        if run.data.tags.get(_CONFIG_TAG) == digest:
-            return
-        client.log_dict(run.info.run_id, self._config, "config.json")
-        flat = {safe_key(key): value for key, value in flatten(self._config).items()}
-        for key in (key for key, value in flat.items() if len(value) > MAX_PARAM_CHARACTERS):
-            _log.warning("parameter %s is longer than MLflow takes; its whole value is in config.json", key)
-        new = [Param(key, short_param(value)) for key, value in flat.items() if key not in run.data.params]
-        for start in range(0, len(new), 100):
-            client.log_batch(run.info.run_id, params=new[start : start + 100])
-        client.set_tag(run.info.run_id, _CONFIG_TAG, digest)
-
-
-def flatten(value: Any, prefix: str = "") -> dict[str, str]:
-    """Leaves of plain data by dotted path, as text; empty lists and dictionaries are leaves."""
-    if isinstance(value, (dict, list)) and value:
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        joined: dict[str, str] = {}
-        for key, item in items:
-            joined |= flatten(item, f"{prefix}.{key}" if prefix else str(key))
-        return joined
-    return {prefix: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}

@@ -54,7 +54,7 @@ class Services:
         from tasks.scoring import RewardPool
 
         execution = config.execution
-        rewards = [reward.model_dump(mode="json") for reward in config.rewards]
+        rewards = [reward.model_dump(mode="json", exclude={"weight"}) for reward in config.rewards]
         limits = [config.scoring.timeout_seconds, execution.reward_processes, execution.reward_batch_rows]
         key = canonical_json([rewards, limits])
         if self._pool is None or key != self._pool_key:
@@ -67,6 +67,7 @@ class Services:
                 log_dir=self._log_dir,
             )
             self._pool_key = key
+        self._pool.rewards = {reward.name: reward for reward in config.rewards}
         return self._pool
 
     def close_rewards(self) -> None:
@@ -92,9 +93,19 @@ class Services:
         return engines.policy
 
     def learner(self, ref: Ref, config: RunConfig) -> TorchLearner:
-        """A learner at that policy, with the optimizer state of its checkpoint."""
+        """A learner at that policy, with the optimizer state of its checkpoint. Raises `ModelError` without one."""
+        from tasks.trainer_states import require_trainer_state
+
         self.policy(ref, config)
-        return self.engines(config).learner(Path(ref.path))
+        engines = self.engines(config)
+        if not engines.has_learner:
+            require_trainer_state(Path(ref.path))
+        return engines.learner(Path(ref.path))
+
+    def scorer(self, ref: Ref, config: RunConfig) -> TorchLearner:
+        """A learner at that policy for log-probs only; no optimizer state is read."""
+        self.policy(ref, config)
+        return self.engines(config).scorer()
 
     def reference(self, ref: Ref, config: RunConfig) -> Policy:
         """The frozen reference policy, beside the policy that is trained."""

@@ -140,17 +140,23 @@ NewProject = Callable[[Path], Project]
 
 
 @pytest.fixture(scope="session")
-def new_project(prefect_api: str, mlflow_template: Path, tiny_model: Path) -> NewProject:
-    """Makes project folders at the session's Prefect server, each with an MLflow store of its own."""
+def new_project_at(mlflow_template: Path, tiny_model: Path) -> Callable[[str, Path], Project]:
+    """Makes project folders at a Prefect server, each with an MLflow store of its own."""
 
-    def make(folder: Path) -> Project:
+    def make(api: str, folder: Path) -> Project:
         folder.mkdir(parents=True)
         shutil.copy(mlflow_template, folder / "mlflow.db")
         shutil.copytree(tiny_model, folder / "models" / "tiny-random")
-        env = {"PREFECT_API_URL": prefect_api, "PREFECT_HOME": str(folder / ".state" / "prefect"), "COLUMNS": "200"}
+        env = {"PREFECT_API_URL": api, "PREFECT_HOME": str(folder / ".state" / "prefect"), "COLUMNS": "200"}
         return Project(folder, env)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def new_project(prefect_api: str, new_project_at: Callable[[str, Path], Project]) -> NewProject:
+    """Makes project folders at the session's Prefect server."""
+    return lambda folder: new_project_at(prefect_api, folder)
 
 
 @pytest.fixture

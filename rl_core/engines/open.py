@@ -72,6 +72,15 @@ class Engines:
         self.digest = ""
         return self._learner
 
+    @property
+    def has_learner(self) -> bool:
+        """The learner is warm, so that nothing of the checkpoint is read."""
+        return self._learner is not None
+
+    def scorer(self) -> TorchLearner:
+        """A learner at the loaded policy whose weights are not to change: the warm one, or one without a state."""
+        return self._learner or TorchLearner(self.policy)
+
     def adopt(self, digest: str) -> None:
         self.digest = digest
 

@@ -100,6 +100,33 @@ def test_rerun_with_another_weight_lies_beside_and_reaches_what_depends_on_it(co
     assert policies == {remade["stages"]["train"]["digest"]}
 
 
+def test_rerun_up_to_a_stage_leaves_the_rest_to_the_next_run(copied: Any) -> None:
+    run = copied.run_folder("looked-at")
+    made, before = record(run, 0), stamps(run)
+    rerun = ["rerun", run.name, "--iteration", "0", "--set", "rewards.0.weight=2.0"]
+    assert "cannot end before it begins" in copied.call(*rerun, "--from", "score", "--to", "generate", expect=2)
+    assert record(run, 0) == made
+
+    output = copied.call(*rerun, "--from", "score", "--to", "advantage")
+    assert f"iteration 0 is made up to advantage: `rlstages run {run.name}` makes the rest" in output
+    part = record(run, 0)
+    assert not part["complete"] and part["overrides"] == ["rewards.0.weight=2.0"]
+    changed = {stage for stage in STAGES if part["stages"][stage] != made["stages"][stage]}
+    assert changed == {"score", "advantage"}
+    new = {Path(path).parts[2] for path in stamps(run) if path not in before}
+    assert new == {"score", "advantage"}
+    tasks = task_runs(copied, f"{run.name}/it0000/from-score-to-advantage")
+    assert [task["name"] for task in tasks] == ["it0000/generate", "it0000/score", "it0000/advantage"]
+    assert tasks[0]["state_name"] == "Reused"
+
+    copied.call("run", run.name)
+    whole = record(run, 0)
+    assert whole["complete"] and whole["overrides"] == part["overrides"]
+    assert all(whole["stages"][stage] == part["stages"][stage] for stage in ("generate", "score", "advantage"))
+    assert whole["stages"]["train"]["fingerprint"] != made["stages"]["train"]["fingerprint"]
+    assert record(run, 1)["complete"] and record(run, 1)["policy"]["digest"] == whole["stages"]["train"]["digest"]
+
+
 def _part(run: Path, iteration: int, stage: str) -> Path:
     return run / record(run, iteration)["stages"][stage]["folder"] / "part-0000.parquet"
 

@@ -12,16 +12,25 @@ from tasks import servers, settings
 settings.apply_defaults()
 servers.connect()
 from prefect.concurrency import services
-for tag in ("limited-here", "free-here"):
-    settings.skip_unlimited([tag])
-    print(tag, frozenset([f"tag:{tag}"]) in services._no_limits_cache)
+from tasks import slots
+slots._PAGE = 2
+for tag in ("limited-here-4", "limited-here-0", "free-here"):
+    print(*slots.limited_tags([tag, "other"]), frozenset([f"tag:{tag}", "tag:other"]) in services._no_limits_cache)
 """
 
 
 @pytest.mark.slow
 def test_a_limited_tag_is_still_asked_for(project: Any) -> None:
-    limit = {"name": "tag:limited-here", "limit": 1, "active": True}
-    httpx.post(f"{project.env['PREFECT_API_URL']}/v2/concurrency_limits/", json=limit).raise_for_status()
-    script = project.folder / "ask.py"
-    script.write_text(SCRIPT)
-    assert project.call(driver=script).split() == ["limited-here", "False", "free-here", "True"]
+    """Also one that is not on the first page of the list of limits."""
+    url = f"{project.env['PREFECT_API_URL']}/v2/concurrency_limits/"
+    names = [f"tag:limited-here-{number}" for number in range(5)]
+    try:
+        for name in names:
+            httpx.post(url, json={"name": name, "limit": 1, "active": True}).raise_for_status()
+        script = project.folder / "ask.py"
+        script.write_text(SCRIPT)
+        lines = project.call(driver=script).splitlines()
+        assert lines == ["limited-here-4 False", "limited-here-0 False", "True"]
+    finally:
+        for name in names:
+            httpx.delete(f"{url}{name}")

@@ -233,11 +233,14 @@ def test_a_stage_past_its_limit_is_stopped(place: Place, quiet: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_session_that_ends_early_is_failed_in_mlflow(place: Place, quiet: Any) -> None:
-    place.create("failed")
-    with pytest.raises(KeyboardInterrupt), place.opened("failed") as session:
+@pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt, "KILLED"), (KeyError, "FAILED")])
+def test_a_session_that_ends_early_says_how_in_mlflow(
+    place: Place, quiet: Any, error: type[BaseException], status: str
+) -> None:
+    place.create(status.lower())
+    with pytest.raises(error), place.opened(status.lower()) as session:
         tracker = session.tracker
         assert tracker.client.get_run(tracker.run_id).info.status == "RUNNING"
-        raise KeyboardInterrupt
-    assert tracker.client.get_run(tracker.run_id).info.status == "FAILED"
+        raise error
+    assert tracker.client.get_run(tracker.run_id).info.status == status
     assert tracker.client.get_run(quiet[0].tracker.run_id).info.status == "RUNNING"

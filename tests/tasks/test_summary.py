@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
+from tasks.adjustments import adjust
+from tasks.files import write_json
+from tasks.iterations import Position
 from tasks.session import Session
 from tasks.stage import StageResult
-from tasks.summary import HEADLINES, merged_metrics, metrics_table, number, summary_markdown
+from tasks.summary import merged_metrics, metrics_table, number, summary_markdown
 
 
 def result(stage: str, seconds: float, reused: bool = False, **metrics: float | None) -> StageResult:
@@ -53,25 +56,107 @@ def test_a_number_as_people_read_it(value: float | None, shown: str) -> None:
     assert number(value) == shown
 
 
-def test_the_page(run_folder: Any, bench: Any) -> None:
-    page = summary_markdown(Session(run_folder(bench.config()).store), 3, RESULTS).splitlines()
-    assert page[0] == "# bench, iteration 3"
+@pytest.fixture
+def run(bench: Any, run_folder: Any) -> Any:
+    return run_folder(bench.config(iterations=12))
+
+
+def past(run: Any, iteration: int, **metrics: float | None) -> None:
+    """One complete iteration with these metrics, told by two of its stages."""
+    run.iterations.begin(Position(iteration, run.store.base_model(), 0))
+    for stage, prefix in (("advantage", ("reward", "groups", "completion")), ("train", ("policy", "learner"))):
+        own = {name.replace("__", "/"): v for name, v in metrics.items() if name.startswith(prefix)}
+        run.publish(iteration, stage, f"{stage} {iteration} {own}", {}, metrics=own)
+    run.iterations.end(iteration)
+
+
+def page(run: Any, iteration: int, results: list[StageResult] | None = None, url: str = "") -> list[str]:
+    return summary_markdown(Session(run.store), iteration, results or RESULTS, url).splitlines()
+
+
+def test_the_first_iteration(run: Any) -> None:
+    found = page(run, 0, url="http://127.0.0.1:5000/#/x")
+    assert found[0] == "# Healthy"
     wanted = [
-        "| mean reward | 0.123 |",
-        "| held-out accuracy | 0.5 |",
-        "| groups with signal | 0.625 |",
-        "| tokens per completion | 12.7 |",
-        "| entropy (nats) | not defined |",
-        "| gradient norm | 1,234 |",
-        "| sampler-learner mismatch (k3) | 1.2e-06 |",
-        "| held-out 95% interval | 0.412 to 0.588 |",
+        "**bench, iteration 0** (1 of 12): reward 0.123, held-out 50% (95% interval 41.2% to 58.8%)",
+        "[Open the run in MLflow](http://127.0.0.1:5000/#/x)",
+        "reward   ▄  0.123 → 0.123",
+        "| iteration | reward | held-out | groups with signal | tokens | entropy (nats) |",
+        "| 0 | 0.123 | 50% | 62.5% | 12.7 | not defined |",
         "| generate | executed | 64 | 12.3 | `iterations/0003/generate/abc` |",
         "| score | reused | 64 | 0.0 | `iterations/0003/score/abc` |",
     ]
-    assert [line for line in wanted if line not in page] == []
-    assert not any(HEADLINES["completion/truncated_frac"] in line for line in page), "a value nobody has"
-    short = summary_markdown(Session(run_folder(bench.config()).store), 3, RESULTS[:4])
-    assert "held-out" not in short and short.count("| executed |") == 3
+    assert [line for line in wanted if line not in found] == []
+    [unknown] = [line for line in found if line.startswith("No verdict on ")]
+    assert "entropy collapse (policy/entropy is not defined)" in unknown
+    assert "truncated completions (completion/truncated_frac was not measured)" in unknown
+    assert not any("truncated" in line and line.startswith("|") for line in found), "a column nobody has"
+    assert not any(line.startswith(("## Changes", "- **")) for line in found)
+
+
+def test_what_is_wrong_stands_first_with_what_to_do(run: Any) -> None:
+    bad = [*RESULTS[:2], result("advantage", 0.1, completion__truncated_frac=0.75, groups__zero_var_frac=0.75)]
+    bad.append(result("train", 8.0, mismatch__k3=0.5))
+    found = page(run, 0, bad)
+    assert found[0] == "# Alarm: log-prob mismatch, and 2 more"
+    rows = [line for line in found if line.startswith("- **")]
+    assert [row.split("**")[1] for row in rows] == [
+        "alarm: log-prob mismatch",
+        "warning: groups without signal",
+        "warning: truncated completions",
+    ]
+    assert "75% of completions are cut. To do: raise generate.max_completion_tokens" in rows[2]
+
+
+def test_rules_without_meaning_for_the_algorithm(bench: Any, run_folder: Any) -> None:
+    """Equal rewards in a group are no flag where the batch is the baseline; no KL term, no word about KL."""
+    results = [result("advantage", 0.1, groups__zero_var_frac=1.0), result("train", 1.0, policy__kl=None)]
+    batch = run_folder(bench.config(algorithm={"name": "reinforce", "kl": {"coef": 0.1}}))
+    found = page(batch, 0, results)
+    assert found[0] == "# Healthy" and any("KL to the reference (policy/kl is not defined)" in line for line in found)
+    found = page(run_folder(bench.config()), 0, results)
+    assert found[0] == "# Warning: groups without signal" and not any("KL to the reference" in line for line in found)
+
+
+def test_the_trend(run: Any) -> None:
+    """Eight rows, the newest first; the curve over all, with a dot for an iteration that has lost its numbers."""
+    for k in range(10):
+        past(run, k, reward__mean=k / 10, policy__entropy=1.0, completion__truncated_frac=None)
+    made = run.store.iteration(2)["stages"]["advantage"]["folder"]
+    (run.store.path / made / "manifest.json").write_text("{")
+    results = [result("advantage", 0.1, reward__mean=1.0), result("train", 1.0, policy__entropy=0.1)]
+    found = page(run, 10, results)
+    assert found[0] == "# Warning: entropy collapse", "of 1 nat in the first three iterations a tenth is left"
+    assert "reward   ▁▁·▃▄▅▅▆▇██  0 → 1" in found
+    rows = [line for line in found if line[:3] in {f"| {digit}" for digit in "0123456789"}]
+    assert [row.split("|")[1].strip() for row in rows] == ["10", "9", "8", "7", "6", "5", "4", "3"]
+    assert rows[:2] == ["| 10 | 1 | - | 0.1 |", "| 9 | 0.9 | not defined | 1 |"]
+    assert "| 2 | - | - | - |" in page(run, 3, results)
+
+
+def test_a_past_iteration_that_was_made_anew(run: Any) -> None:
+    """Metrics of past iterations are kept in memory, and read again when the iteration has changed."""
+    past(run, 0, reward__mean=0.25)
+    assert "| 0 | 0.25 | - |" in page(run, 1, [result("train", 1.0, policy__entropy=2.0)])
+    past(run, 0, reward__mean=0.75)
+    assert "| 0 | 0.75 | - |" in page(run, 1, [result("train", 1.0, policy__entropy=2.0)])
+
+
+def test_changes_and_lineage(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Live changes that came into force, settings of a rerun, the parent; no text of a person breaks the table."""
+    monkeypatch.setenv("RLSTAGES_RUNS_DIR", str(run.store.path.parent))
+    past(run, 0)
+    adjust("bench", ["learner.lr=5e-6"], "a | b\n<script>")
+    run.iterations = run.reopened()
+    run.iterations.begin(Position(1, run.store.base_model(), 0), ["learner.max_grad_norm=0.5"])
+    record = run.store.record() | {"parent": {"run": "mother", "iteration": 1, "stage": "score"}}
+    write_json(run.store.path / "run.json", record)
+    found = page(run, 1)
+    [row] = [line for line in found if line.startswith("| learner.lr")]
+    assert row.startswith("| learner.lr | 0.001 | 5e-06 | ") and row.endswith(" | a \\| b &lt;script> |")
+    assert "Of this iteration alone, by a rerun: `learner.max_grad_norm=0.5`" in found
+    assert "Forked from run `mother` at iteration 1, score." in found
+    assert not any("learner.lr" in line for line in page(run, 0))
 
 
 def test_every_metric_is_in_the_table() -> None:

@@ -14,7 +14,8 @@ import tasks.tracking
 from rl_core.errors import StageError
 from tasks.ledger import Ledger
 from tasks.mlflow_client import MAX_PARAM_CHARACTERS, open_client, safe_key, short_param
-from tasks.tracking import Tracker, flatten
+from tasks.mlflow_run import flatten
+from tasks.tracking import Tracker
 
 # MLflow 3.17 sets up its own tables with a loader option that SQLAlchemy 2.1 has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")

@@ -1,0 +1,88 @@
+"""What crashes leave behind: found, told, and with `fix` repaired. Nothing that a living process uses is touched.
+
+Who lives is decided by the lock of the run and by the process table, never by what Prefect or MLflow still show.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from rich.console import Console
+from rich.markup import escape
+
+from tasks.settings import runs_dir
+from tasks.store import RunStore
+
+Kind = Literal["server", "slot", "flow run", "task run", "schedule", "process", "folder", "mlflow", "disk"]
+
+
+@dataclass
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        kind: what it is.
+        what: what was found.
+        todo: what is to be done about it; empty where all is well and the line only informs.
+        repaired: nothing is left to do: it was repaired, or all was well.
+    """
+
+    kind: Kind
+    what: str
+    todo: str = ""
+    repaired: bool = False
+
+    def __post_init__(self) -> None:
+        self.repaired = self.repaired or not self.todo
+
+
+def examine(fix: bool = False) -> list[Finding]:
+    """Look at everything; with `fix`, repair what can be repaired without a decision of a person."""
+    from tasks import doctor_checks, doctor_server
+
+    stores = known_stores()
+    found = [*doctor_checks.processes(fix), *doctor_checks.folders(stores, fix), *doctor_checks.mlflow(stores, fix)]
+    return [*doctor_server.server(stores, fix), *found, *doctor_checks.disk(stores)]
+
+
+def known_stores() -> list[RunStore]:
+    return [RunStore(runs_dir(), path.parent.name) for path in sorted(runs_dir().glob("*/run.json"))]
+
+
+def process_lives(pid: int) -> bool:
+    """Whether there is a process of that id that is more than a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
+            return stat.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def environments() -> Iterator[tuple[int, dict[str, str]]]:
+    """Process id and environment of every living process of this user."""
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or int(name) == os.getpid() or not process_lives(int(name)):
+            continue
+        try:
+            with open(f"/proc/{name}/environ", "rb") as file:
+                pairs = (entry.partition("=") for entry in file.read().decode(errors="replace").split("\0"))
+        except OSError:  # it ended while we looked, or is another user's
+            continue
+        yield int(name), {key: value for key, _, value in pairs if key}
+
+
+def print_findings(console: Console, findings: list[Finding]) -> None:
+    """A line per finding, what is wrong with what to do about it, and how it stands altogether."""
+    for finding in findings:
+        mark = "[green]ok[/]" if not finding.todo else "[green]repaired[/]" if finding.repaired else "[red]wrong[/]"
+        console.print(f"{mark:<22} {finding.kind:<9} {escape(finding.what)}", highlight=False, soft_wrap=True)
+        if not finding.repaired:
+            console.print(f"{'':<19} {escape(finding.todo)}", style="dim", highlight=False, soft_wrap=True)
+    wrong = [finding for finding in findings if not finding.repaired]
+    repaired = [finding for finding in findings if finding.todo and finding.repaired]
+    if repaired:
+        console.print(f"{len(repaired)} repaired")
+    console.print(f"[red]{len(wrong)} to mend[/]" if wrong else "[green]all is well[/]")

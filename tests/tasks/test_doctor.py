@@ -1,0 +1,197 @@
+"""`doctor` finds what crashes leave behind, repairs it on demand, and touches nothing that lives."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tasks import attempts, doctor, doctor_checks
+from tasks.process_tree import MARK, PARENT
+from tasks.store import RunStore
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty project folder, as the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RLSTAGES_RUNS_DIR", str(tmp_path / "runs"))
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "home"))
+    return tmp_path
+
+
+@pytest.fixture
+def dead_pid() -> int:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    return ended.pid
+
+
+def store(folder: Path, name: str) -> RunStore:
+    made = RunStore(folder / "runs", name)
+    made.path.mkdir(parents=True)
+    (made.path / "run.json").write_text("{}")
+    return made
+
+
+def todo(findings: list[doctor.Finding]) -> list[str]:
+    return [finding.what for finding in findings if not finding.repaired]
+
+
+def test_half_written_folders_of_the_dead_only(folder: Path, dead_pid: int) -> None:
+    """A dead process's are found and removed; those of a living one, of a locked run and of another machine stay."""
+    idle, busy = store(folder, "idle"), store(folder, "busy")
+    stale = [
+        idle.path / f"iterations/0000/train/abc.partial-{dead_pid}",
+        folder / f"models/tiny.partial-{dead_pid}",
+    ]
+    kept = [
+        idle.path / f"iterations/0000/score/abc.partial-{os.getpid()}",
+        idle.path / f"iterations/0000/train/placed-1/abc.partial-{dead_pid}",
+        busy.path / f"iterations/0000/train/abc.partial-{dead_pid}",
+    ]
+    for path in [*stale, *kept]:
+        (path / "deep").mkdir(parents=True)
+        (path / "deep" / f"x.partial-{dead_pid}").write_bytes(b"x" * 1000)
+    file = idle.path / f"run.json.partial-{dead_pid}"
+    file.write_text("{")
+    shutil.rmtree(kept[0] / "deep")
+    with busy.lock():
+        found = doctor_checks.folders(doctor.known_stores(), fix=False)
+        assert len(todo(found)) == 3 and all(path.exists() for path in [*stale, *kept, file])
+        assert any("0.0 MB" in what and "models/tiny" in what for what in todo(found))
+        assert todo(doctor_checks.folders(doctor.known_stores(), fix=True)) == []
+    assert [path.exists() for path in [*stale, file]] == [False] * 3
+    assert all(path.exists() for path in kept)
+    assert [finding.todo for finding in doctor_checks.folders([idle], fix=False)] == [""]
+
+
+@pytest.fixture
+def sleepers(folder: Path, dead_pid: int) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """Processes that carry the mark of a child: with a dead parent, with a living one, and of another project."""
+
+    def sleeper(parent: int, home: str) -> subprocess.Popen[bytes]:
+        env = {**os.environ, MARK: "mark", PARENT: str(parent), "PREFECT_HOME": home}
+        return subprocess.Popen(["sleep", "300"], env=env)
+
+    home = os.environ["PREFECT_HOME"]
+    made = {"dead": sleeper(dead_pid, home), "alive": sleeper(os.getpid(), home), "other": sleeper(dead_pid, "/other")}
+    yield made
+    for process in made.values():
+        process.kill()
+        process.wait()
+
+
+def test_orphans_of_this_project_only(sleepers: dict[str, subprocess.Popen[bytes]]) -> None:
+    deadline = time.monotonic() + 5
+    while not todo(doctor_checks.processes(fix=False)) and time.monotonic() < deadline:
+        time.sleep(0.01)  # the kernel shows the new environment only after exec
+    (what,) = todo(doctor_checks.processes(fix=False))
+    assert what == f"{sleepers['dead'].pid} has outlived its run: sleep 300"
+    assert todo(doctor_checks.processes(fix=True)) == []
+    assert sleepers["dead"].wait(5) == -signal.SIGKILL
+    assert sleepers["alive"].poll() is None and sleepers["other"].poll() is None
+
+
+def test_disk_that_does_not_hold_the_next_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest checkpoint of any run counts, against what is free where the runs are."""
+    for name, size in (("small", 1_000), ("large", 5_000_000)):
+        checkpoint = store(folder, name).path / "iterations/0000/train/abc"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "model.safetensors").write_bytes(bytes(size))
+    found = doctor_checks.disk(doctor.known_stores())
+    assert todo(found) == [] and "checkpoints of large" in found[-1].what
+    usage = shutil.disk_usage(folder)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=4_999_999))
+    (what,) = todo(doctor_checks.disk(doctor.known_stores()))
+    assert "a checkpoint of large takes" in what
+
+
+def test_which_attempts_are_over(folder: Path) -> None:
+    """All but the last; the last too when nobody holds the lock. One flow run may have made several attempts."""
+    run = store(folder, "run")
+    assert attempts.past(run) == attempts.Past({}, [], 0.0)
+    ids = ["a", "b", "a", None, "c"]
+    lines = [f'{{"pid": 1, "host": "h", "began_at": {n}, "flow_run": "{i}"}}' for n, i in enumerate(ids)]
+    (run.path / "attempts.jsonl").write_text("\n".join(lines).replace('"None"', "null") + "\n")
+    before = time.time()
+    over = attempts.past(run)
+    assert over.flow_runs == {"a": 2.0, "b": 1.0, "c": 4.0}
+    assert before <= over.until <= time.time()
+    with run.lock():
+        assert attempts.past(run) == attempts.Past({"a": 2.0, "b": 1.0}, ["a", "b", "c"], 4.0)
+    assert attempts.past(run).flow_runs == over.flow_runs, "looking must not take the lock"
+
+
+LOOKER = "import sys; from tasks import attempts; from tasks.store import RunStore; from pathlib import Path\n"
+LOOKER += "while True: attempts.is_worked_on(RunStore(Path(sys.argv[1]), 'run'))"
+
+
+@pytest.mark.slow
+def test_looking_at_a_lock_refuses_nobody(folder: Path) -> None:
+    """A run that starts while somebody looks is not told that the run is in use."""
+    run = store(folder, "run")
+    (run.path / "lock").touch()
+    looker = subprocess.Popen([sys.executable, "-c", LOOKER, str(folder / "runs")])
+    try:
+        time.sleep(1)
+        for _ in range(500):
+            with run.lock():
+                pass
+        assert looker.poll() is None
+    finally:
+        looker.kill()
+        looker.wait()
+
+
+@pytest.mark.slow
+def test_a_killed_run_is_cleared_and_a_living_one_beside_it_is_not(project: Any) -> None:
+    """Slot, flow and task runs, half-written output and MLflow run of the dead; everything of the living goes on."""
+    api = project.env["PREFECT_API_URL"]
+    limit = {"name": "tag:doctor", "limit": 3, "active": True}
+    httpx.post(f"{api}/v2/concurrency_limits/", json=limit).raise_for_status()
+    tags = ["--set", 'execution.tags={train=["doctor"]}', "--set", "learner.update_epochs=60"]
+    runs = {name: project.start("run", "smoke", "--set", f"name={name}", *tags) for name in ("dead", "alive")}
+    try:
+        for name, process in runs.items():
+            deadline = time.monotonic() + 300
+            while not (project.run_folder(name) / "slot.json").exists():
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.01)
+        os.killpg(runs["dead"].pid, signal.SIGKILL)
+        runs["dead"].communicate()
+        # A slot that was counted and got no lease: its server died in between.
+        body = {"names": ["tag:doctor"], "slots": 1, "mode": "concurrency"}
+        httpx.post(f"{api}/v2/concurrency_limits/increment", json=body).raise_for_status()
+
+        output = project.call("doctor", expect=1)
+        lines = [line for line in output.splitlines() if line.startswith("wrong")]
+        assert not any("alive" in line for line in lines), output
+        kinds = [line.split()[1] for line in lines]
+        assert kinds.count("slot") == 2 and {"flow", "task", "folder", "mlflow"} <= set(kinds), output
+        output = project.call("doctor", "--fix")
+        repaired = {line.split()[1] for line in output.splitlines() if line.startswith("repaired")}
+        assert repaired >= {"slot", "flow", "task", "folder", "mlflow"} and "all is well" in output, output
+        assert "wrong" not in project.call("doctor")
+
+        runs["alive"].communicate(timeout=240)
+        assert runs["alive"].returncode == 0
+        found = httpx.post(f"{api}/flow_runs/filter", json={"flow_runs": {"name": {"any_": ["alive", "dead"]}}}).json()
+        assert {run["name"]: run["state_type"] for run in found} == {"alive": "COMPLETED", "dead": "CRASHED"}
+        assert httpx.get(f"{api}/v2/concurrency_limits/tag:doctor").json()["active_slots"] == 0
+        assert "wrong" not in project.call("doctor")
+    finally:
+        for process in runs.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+        httpx.delete(f"{api}/v2/concurrency_limits/tag:doctor").raise_for_status()
