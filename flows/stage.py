@@ -13,7 +13,7 @@ from rl_core.execution import StageName
 from rl_core.manifest import Ref
 from rl_core.stages import STAGES, stages_from
 from tasks.iterations import Position
-from tasks.placed import perform_attempt
+from tasks.placement.attempt import perform_attempt
 from tasks.rerun import stages_to_make
 from tasks.session import Session, open_session
 from tasks.settings import runs_dir

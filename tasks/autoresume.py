@@ -61,7 +61,7 @@ def check_attempts(target: str, overrides: list[str]) -> None:
     """
     from prefect.runtime import deployment, flow_run
 
-    from tasks.doctor_checks import processes
+    from tasks.doctor.checks import processes
 
     if deployment.id is None:  # nothing resumes it but a person
         return

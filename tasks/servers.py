@@ -211,7 +211,7 @@ def _resume_dead_runs(console: Console, client: SyncPrefectClient) -> None:
     """Tell the server which runs died with an earlier worker or with the machine, and schedule them again."""
     from tasks.autoresume import resume_crashed
     from tasks.doctor import known_stores
-    from tasks.doctor_server import server
+    from tasks.doctor.server import server
 
     server(known_stores(), fix=True)
     for name in resume_crashed(client):

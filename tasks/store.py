@@ -40,7 +40,7 @@ from tasks.files import (
 __all__ = ["PLACED", "RunStore", "read_manifest"]
 
 PLACED = "placed-"
-"""Begin of the folder names of attempts that another machine makes (`tasks.placed`); they are nobody's leftovers."""
+"""Begin of the folder names of attempts that another machine makes (`tasks.placement`): nobody's leftovers."""
 Found = tuple[Path, Manifest]
 
 

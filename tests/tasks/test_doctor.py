@@ -15,7 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tasks import attempts, doctor, doctor_checks
+from tasks import attempts, doctor
+from tasks.doctor import checks
 from tasks.process_tree import MARK, PARENT
 from tasks.store import RunStore
 
@@ -66,13 +67,13 @@ def test_half_written_folders_of_the_dead_only(folder: Path, dead_pid: int) -> N
     file.write_text("{")
     shutil.rmtree(kept[0] / "deep")
     with busy.lock():
-        found = doctor_checks.folders(doctor.known_stores(), fix=False)
+        found = checks.folders(doctor.known_stores(), fix=False)
         assert len(todo(found)) == 3 and all(path.exists() for path in [*stale, *kept, file])
         assert any("0.0 MB" in what and "models/tiny" in what for what in todo(found))
-        assert todo(doctor_checks.folders(doctor.known_stores(), fix=True)) == []
+        assert todo(checks.folders(doctor.known_stores(), fix=True)) == []
     assert [path.exists() for path in [*stale, file]] == [False] * 3
     assert all(path.exists() for path in kept)
-    assert [finding.todo for finding in doctor_checks.folders([idle], fix=False)] == [""]
+    assert [finding.todo for finding in checks.folders([idle], fix=False)] == [""]
 
 
 @pytest.fixture
@@ -93,11 +94,11 @@ def sleepers(folder: Path, dead_pid: int) -> Iterator[dict[str, subprocess.Popen
 
 def test_orphans_of_this_project_only(sleepers: dict[str, subprocess.Popen[bytes]]) -> None:
     deadline = time.monotonic() + 5
-    while not todo(doctor_checks.processes(fix=False)) and time.monotonic() < deadline:
+    while not todo(checks.processes(fix=False)) and time.monotonic() < deadline:
         time.sleep(0.01)  # the kernel shows the new environment only after exec
-    (what,) = todo(doctor_checks.processes(fix=False))
+    (what,) = todo(checks.processes(fix=False))
     assert what == f"{sleepers['dead'].pid} has outlived its run: sleep 300"
-    assert todo(doctor_checks.processes(fix=True)) == []
+    assert todo(checks.processes(fix=True)) == []
     assert sleepers["dead"].wait(5) == -signal.SIGKILL
     assert sleepers["alive"].poll() is None and sleepers["other"].poll() is None
 
@@ -108,11 +109,11 @@ def test_disk_that_does_not_hold_the_next_checkpoint(folder: Path, monkeypatch: 
         checkpoint = store(folder, name).path / "iterations/0000/train/abc"
         checkpoint.mkdir(parents=True)
         (checkpoint / "model.safetensors").write_bytes(bytes(size))
-    found = doctor_checks.disk(doctor.known_stores())
+    found = checks.disk(doctor.known_stores())
     assert todo(found) == [] and "checkpoints of large" in found[-1].what
     usage = shutil.disk_usage(folder)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=4_999_999))
-    (what,) = todo(doctor_checks.disk(doctor.known_stores()))
+    (what,) = todo(checks.disk(doctor.known_stores()))
     assert "a checkpoint of large takes" in what
 
 

@@ -23,10 +23,10 @@ from rl_core.errors import (
     StageTimeoutError,
     WorkerError,
 )
-from tasks import placed_runs, placement
+from tasks import placement
 from tasks.files import write_json
-from tasks.placed import Attempt, attempts, perform_attempt
-from tasks.placement import check_placement, place, supersede
+from tasks.placement import check_placement, place, runs, supersede
+from tasks.placement.attempt import Attempt, attempts, perform_attempt
 from tasks.stage import StageContext
 from tasks.store import RunStore
 
@@ -175,7 +175,7 @@ def leave(where: Place, state: str | None, reply: dict[str, Any] | None = None) 
     attempt = Attempt.create(context.output.parent, MARK, json.loads(json.dumps(request)))
     if state is not None:
         parameters = {"attempt": attempt.folder.name}
-        placed_runs.submit(where.client, request["deployment"], parameters, str(attempt.folder))
+        runs.submit(where.client, request["deployment"], parameters, str(attempt.folder))
         where.set_state(state)
     if reply is not None:
         write_json(attempt.folder / "reply.json", reply)
@@ -235,7 +235,7 @@ def test_a_flow_run_that_ends_without_a_reply(where: Place, state: str, kind: ty
 
 
 def test_without_a_worker_the_stage_says_how_to_start_one(where: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placed_runs, "UNPOLLED_SECONDS", 0.3)
+    monkeypatch.setattr(runs, "UNPOLLED_SECONDS", 0.3)
     with pytest.raises(StageError, match="no worker takes the flow runs") as caught:
         where.place()
     assert caught.value.todo.endswith(f"prefect worker start --pool {where.name} --work-queue default")
@@ -249,7 +249,7 @@ def test_past_its_limit_or_silent_it_is_given_up(
     """Its flow run is cancelled, or, when nobody answers that, marked as crashed: none is left running."""
     monkeypatch.setattr(placement, "SILENT_SECONDS", silent)
     monkeypatch.setattr(placement, "TIMEOUT_SLACK_SECONDS", 0.2)
-    monkeypatch.setattr(placed_runs, "CANCEL_SECONDS", 0.5)
+    monkeypatch.setattr(runs, "CANCEL_SECONDS", 0.5)
     changes = {"timeout_seconds": {"score": limit}} if limit else {}
     execution = where.context.config.execution.model_copy(update=changes)
     context = where.again(config=where.context.config.model_copy(update={"execution": execution}))

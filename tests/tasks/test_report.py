@@ -18,11 +18,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from rl_core.errors import RunError
 from rl_core.manifest import Ref
-from tasks import report_samples
 from tasks.adjustment_log import Adjustment, AdjustmentLog
 from tasks.iterations import Position
-from tasks.report import write_report
-from tasks.report_samples import spread, token_texts
+from tasks.report import samples, write_report
+from tasks.report.samples import spread, token_texts
 
 Row = dict[str, Any]
 EVIL = "</script><img src=x onerror=\"document.title='owned'\"><!-- <script>alert(1)</script> & \u2028 \u202e €😀"
@@ -205,11 +204,11 @@ def test_groups_stand_from_best_to_worst(run: Any, bench: Any, rows: Any) -> Non
 def test_a_long_run_says_what_it_leaves_out(
     run: Any, bench: Any, rows: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(report_samples, "MAX_ITERATIONS", 3)
-    monkeypatch.setattr(report_samples, "MAX_TOKENS", 144)
-    monkeypatch.setattr(report_samples, "MAX_GROUP_COMPLETIONS", 2)
-    monkeypatch.setattr(report_samples, "HEAD_TOKENS", 4)
-    monkeypatch.setattr(report_samples, "TAIL_TOKENS", 2)
+    monkeypatch.setattr(samples, "MAX_ITERATIONS", 3)
+    monkeypatch.setattr(samples, "MAX_TOKENS", 144)
+    monkeypatch.setattr(samples, "MAX_GROUP_COMPLETIONS", 2)
+    monkeypatch.setattr(samples, "HEAD_TOKENS", 4)
+    monkeypatch.setattr(samples, "TAIL_TOKENS", 2)
     for iteration in range(7):
         publish(run, bench, rows, start(run, iteration), table(9, 4, text="0123456789"))
     page = Page(write_report(run.store.name, tmp_path / "page.html"))

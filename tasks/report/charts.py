@@ -14,7 +14,7 @@ import vl_convert
 
 from rl_core.metrics import METRICS, glossary_entry
 from rl_core.stages import STAGES
-from tasks.report_data import START, Table
+from tasks.report.data import START, Table
 
 Chart = alt.Chart | alt.LayerChart | alt.FacetChart
 

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from rl_core.manifest import Ref
 from rl_core.schemas import ADVANTAGES, TRAJECTORIES, rewards_schema
-from tasks.report_data import Made, RunData
+from tasks.report.data import Made, RunData
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -15,8 +15,8 @@ import polars as pl
 
 from rl_core.counterfactual import COLUMNS, Effect, effect
 from rl_core.errors import ConfigError, RunError
-from tasks.rescore_print import print_comparison
-from tasks.rescore_tables import Rescorer
+from tasks.rescore.printing import print_comparison
+from tasks.rescore.tables import Rescorer
 from tasks.status import open_run
 
 __all__ = ["SETTINGS", "Rescoring", "print_comparison", "rescore"]

@@ -41,11 +41,11 @@ class Finding:
 
 def examine(fix: bool = False) -> list[Finding]:
     """Look at everything; with `fix`, repair what can be repaired without a decision of a person."""
-    from tasks import doctor_checks, doctor_server
+    from tasks.doctor import checks, server
 
     stores = known_stores()
-    found = [*doctor_checks.processes(fix), *doctor_checks.folders(stores, fix), *doctor_checks.mlflow(stores, fix)]
-    return [*doctor_server.server(stores, fix), *found, *doctor_checks.disk(stores)]
+    found = [*checks.processes(fix), *checks.folders(stores, fix), *checks.mlflow(stores, fix)]
+    return [*server.server(stores, fix), *found, *checks.disk(stores)]
 
 
 def known_stores() -> list[RunStore]:

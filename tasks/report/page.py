@@ -12,10 +12,10 @@ from importlib.resources import files
 from typing import Any
 
 from rl_core.metrics import METRICS, glossary_entry
-from tasks.report_charts import SMALL_MULTIPLES
-from tasks.report_data import RunData
-from tasks.report_head import facts, health, verdict
-from tasks.report_tables import changes, config_table, iterations, lineage, metrics
+from tasks.report.charts import SMALL_MULTIPLES
+from tasks.report.data import RunData
+from tasks.report.head import facts, health, verdict
+from tasks.report.tables import changes, config_table, iterations, lineage, metrics
 
 _TITLES = {
     "policy/entropy": "Entropy",
@@ -59,8 +59,8 @@ def page(run: RunData, data: dict[str, Any], block: str, library: str, generated
         f'<section aria-labelledby="{_id(title)}"><h2 id="{_id(title)}">{title}</h2>{body}</section>'
         for title, body in sections.items()
     )
-    script = files("tasks").joinpath("report_assets/report.js").read_text("utf-8")
-    style = files("tasks").joinpath("report_assets/report.css").read_text("utf-8")
+    script = files("tasks.report").joinpath("assets/report.js").read_text("utf-8")
+    style = files("tasks.report").joinpath("assets/report.css").read_text("utf-8")
     name = escape(run.store.name)
     return f"""<!doctype html>
 <html lang="en">

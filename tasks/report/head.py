@@ -9,7 +9,7 @@ from rl_core.algorithms import resolve
 from rl_core.evaluation import FEW_PROBLEMS
 from rl_core.health import Health, judge
 from rl_core.manifest import Manifest
-from tasks.report_data import RunData
+from tasks.report.data import RunData
 
 
 def verdict(run: RunData) -> str:

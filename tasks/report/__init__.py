@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_core.errors import RunError
 from tasks.files import storage_errors
-from tasks.report_data import RunData
+from tasks.report.data import RunData
 
 
 def write_report(run: str, output: Path | None = None) -> Path:
@@ -35,9 +35,9 @@ def write_report(run: str, output: Path | None = None) -> Path:
 
 def report_html(run: RunData) -> str:
     """The whole page. Its charts and samples are drawn from one block of JSON."""
-    from tasks.report_charts import CONFIG, charts, library
-    from tasks.report_page import page
-    from tasks.report_samples import Samples
+    from tasks.report.charts import CONFIG, charts, library
+    from tasks.report.page import page
+    from tasks.report.samples import Samples
 
     tables = run.tables()
     samples = Samples(run)

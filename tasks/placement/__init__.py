@@ -1,9 +1,10 @@
 """A stage handed to a Prefect deployment instead of the run's own worker: the side that waits and publishes.
 
 `execution.placement.train = "deployment:stage/gpu"` makes a flow run of that deployment, which any worker of its work
-queue takes; the two sides meet in the folder of an attempt (`tasks.placed`). Its idempotency key is that folder, whose
-name begins with the fingerprint: a run that is continued attaches to the work that went on without it, and whatever
-ended badly is done again under another name. Nothing stays warm between two attempts: each loads its policy.
+queue takes; the two sides meet in the folder of an attempt (`tasks.placement.attempt`). Its idempotency key is that
+folder, whose name begins with the fingerprint: a run that is continued attaches to the work that went on without it,
+and whatever ended badly is done again under another name. Nothing stays warm between two attempts: each loads its
+policy.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from rl_core.config import RunConfig
 from rl_core.engines.base import Progress
 from rl_core.errors import RunError, StageTimeoutError, WorkerError, from_dict
-from tasks import placed_runs
-from tasks.placed import Attempt, Message, attempts
+from tasks.placement import runs
+from tasks.placement.attempt import Attempt, Message, attempts
 from tasks.stage import StageContext
 
 if TYPE_CHECKING:
@@ -39,9 +40,9 @@ _log = logging.getLogger("rlstages.placement")
 def check_placement(config: RunConfig) -> None:
     """Raise `ConfigError` unless every deployment that a run places stages in exists and can take them."""
     if config.execution.placement:
-        with placed_runs.client() as client:
+        with runs.client() as client:
             for name in config.execution.placement.values():
-                placed_runs.deployment(client, name)
+                runs.deployment(client, name)
 
 
 def supersede(stage_dir: Path, wanted: Message | None = None) -> Attempt | None:
@@ -69,8 +70,8 @@ def place(stage: str, context: StageContext, run: str, on_progress: Progress) ->
     parameters = {"run": run, "iteration": context.iteration, "from_stage": stage, "attempt": attempt.folder.name}
     key = str(attempt.folder)
     try:
-        with placed_runs.client() as client:
-            flow_run = placed_runs.find(client, key) or placed_runs.submit(client, name, parameters, key)
+        with runs.client() as client:
+            flow_run = runs.find(client, key) or runs.submit(client, name, parameters, key)
             result = _Wait(client, flow_run, attempt, stage, context, on_progress).result()
         attempt.output.rename(context.output)  # it is empty, so this replaces it
     except BaseException:
@@ -102,7 +103,7 @@ class _Wait:
 
     def result(self) -> Message:
         while True:
-            state = placed_runs.state(self.client, self.flow_run)
+            state = runs.state(self.client, self.flow_run)
             reply = self.attempt.reply
             if reply is not None and (state is None or state.is_final()):
                 return self._open(reply)
@@ -118,8 +119,8 @@ class _Wait:
                 self.began = self.changed = now
             elif state is not None:  # it waits for its turn, as long as that takes
                 self.changed = now
-                if now - self.submitted > placed_runs.UNPOLLED_SECONDS:
-                    placed_runs.check_polled(self.client, self.flow_run, self.deployment)
+                if now - self.submitted > runs.UNPOLLED_SECONDS:
+                    runs.check_polled(self.client, self.flow_run, self.deployment)
         if progress is not None and progress != self.progress:
             self.progress, self.changed = progress, now
             if progress["total"]:
@@ -179,18 +180,18 @@ def _usable(attempt: Attempt) -> bool:
     reply = attempt.reply
     if reply is not None:
         return "result" in reply
-    with placed_runs.client() as client:
-        flow_run = placed_runs.find(client, str(attempt.folder))
+    with runs.client() as client:
+        flow_run = runs.find(client, str(attempt.folder))
         return flow_run is None or flow_run.state is None or not flow_run.state.is_final()
 
 
 def _discard(attempt: Attempt) -> None:
     """Cancel the flow run of an attempt if it has not ended, wait a moment for its end, and remove the folder."""
     try:
-        with placed_runs.client() as client:
-            flow_run = placed_runs.find(client, str(attempt.folder))
+        with runs.client() as client:
+            flow_run = runs.find(client, str(attempt.folder))
             if flow_run is not None and not (flow_run.state and flow_run.state.is_final()):
-                placed_runs.cancel(client, flow_run)
+                runs.cancel(client, flow_run)
     # What cannot be cancelled finds its folder gone, and fails.
     except Exception as error:
         _log.warning("the flow run of %s was not cancelled: %s", attempt.folder, error)

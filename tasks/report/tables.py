@@ -10,7 +10,7 @@ from typing import Any
 from rl_core.metrics import METRICS, glossary_entry
 from rl_core.recipes import build_config
 from rl_core.stages import STAGES
-from tasks.report_data import Made, RunData, Table
+from tasks.report.data import Made, RunData, Table
 from tasks.summary import number
 
 _SHORT = 12
