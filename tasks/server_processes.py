@@ -37,7 +37,11 @@ class UpOptions:
 
 
 def start_prefect(record: UpRecord, options: UpOptions) -> subprocess.Popen[bytes]:
-    extra = {"PREFECT_SERVER_DATABASE_CONNECTION_URL": options.database_url} if options.database_url else {}
+    name = "PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS"
+    # With Prefect's 60 s a schedule that is made in the UI for the next minute misses it.
+    extra = {name: os.environ.get(name, "10")}
+    if options.database_url:
+        extra["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = options.database_url
     if not ip_address(options.host).is_loopback:
         extra["PREFECT_SERVER_UI_API_URL"] = "/api"  # other machines' browsers know this one by another name
     command = ["prefect", "server", "start", "--host", options.host, "--port", str(options.prefect_port)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from ruamel.yaml import YAML
 
 from rl_core.errors import ConfigError
 from tasks.deployments import PREFECT_FILE, PrefectFile, deploy, read_file, schedule_differences
+from tasks.launch import resolve_config
 from tasks.provision import QUEUES, create_pool
 
 pytestmark = pytest.mark.slow
@@ -82,6 +84,30 @@ def test_mistakes_that_prefect_would_take(tmp_path: Path) -> None:
         data["deployments"][1]["schedules"][0].update(change)
         with pytest.raises(ConfigError, match="not what it should be"):
             read_file(written(tmp_path, data))
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "value"),
+    [
+        (f"seed={2**70}", "seed", None),
+        ("learner.lr=nan", "learner.lr", None),
+        ("algorithm.kl.coef=inf", "algorithm.kl.coef", None),
+        ("iterations=1.5", "iterations", None),
+        ("learner.lr=1e-6", "learner.lr", 1e-6),
+        ('learner.lr="1e-6"', "learner.lr", 1e-6),
+    ],
+)
+def test_a_form_means_what_the_command_line_means(override: str, field: str, value: float | None) -> None:
+    """C81: Prefect hands an override on as the text it was given, and the flow reads it as `--set` does."""
+    flow = next(entry.flow() for entry in read_file().deployments if entry.name == "train")
+    given = json.loads(json.dumps({"run": "smoke", "overrides": [override]}))  # as it comes from the server
+    assert flow.validate_parameters(given) == given
+    if value is None:
+        with pytest.raises(ConfigError) as error:
+            resolve_config(given["run"], given["overrides"])
+        assert f"{field}: Input should be" in error.value.details
+    else:
+        assert resolve_config(given["run"], given["overrides"]).learner.lr == value
 
 
 @pytest.fixture

@@ -131,7 +131,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, new_project: Callable[[Path
             yield Served(project, process, client, record["mlflow"])
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
         project.call("down")
         assert processes(f"PREFECT_HOME={project.folder}") == []
 
@@ -218,7 +218,7 @@ def test_adjust_pause_resume_and_cancel_a_living_run(served: Served) -> None:
     changed = served.trigger("adjust/adjust", run="steered", changes=["learner.lr=5e-4"], why="too fast")
     served.finish(paused)
     served.finish(changed)
-    until(lambda: served.state(flow_run) == "PAUSED", 90, "the run waits")
+    until(lambda: served.get(f"/flow_runs/{flow_run}")["state"]["name"] == "Paused", 90, "the run waits")
     done = len(list(served.project.run_folder("steered").glob("iterations/*/iteration.json")))
     served.finish(served.trigger("resume/resume", run="steered"))
     record = served.project.run_folder("steered") / f"iterations/{done:04d}/train"
