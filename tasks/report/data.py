@@ -229,7 +229,8 @@ class RunData:
 def _accuracies(metrics: dict[str, float | None]) -> list[tuple[str, str, str]]:
     """Names of every accuracy in an evaluation, with those of its interval's ends; greedy first."""
     found = [("eval/greedy_accuracy", "eval/greedy_low", "eval/greedy_high")]
-    found += [(name, f"{name}_low", f"{name}_high") for name in metrics if name.rpartition("_")[0] == "eval/avg_at"]
+    sampled = [name for name in metrics if "/avg_at_" in name and name.rpartition("_")[2].isdigit()]
+    found += [(name, f"{name}_low", f"{name}_high") for name in sampled]
     return [names for names in found if names[0] in metrics]
 
 

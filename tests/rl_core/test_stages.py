@@ -212,6 +212,8 @@ EXECUTION: dict[str, st.SearchStrategy[Any]] = {
     "timeout_seconds": st.dictionaries(PER_STAGE, st.floats(0.1, 1e6)),
     "retries": st.dictionaries(PER_STAGE, st.integers(0, 9)),
     "retry_delay_seconds": st.floats(0, 1e4),
+    "placement": st.dictionaries(st.sampled_from(get_args(StageName)[:-1]), st.just("deployment:stage/gpu")),
+    "keep_trainer_states": st.none() | st.integers(1, 9),
     "tags": st.dictionaries(PER_STAGE, st.lists(st.text(max_size=3), max_size=2)),
 }
 VARIANTS = [[], [KL_LOSS], [KL_REWARD], ["algorithm.name=dapo"], ["algorithm.name=dr_grpo", "learner.schedule=cosine"]]

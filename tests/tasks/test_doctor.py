@@ -160,10 +160,11 @@ def test_a_killed_run_is_cleared_and_a_living_one_beside_it_is_not(project: Any)
     api = project.env["PREFECT_API_URL"]
     limit = {"name": "tag:doctor", "limit": 3, "active": True}
     httpx.post(f"{api}/v2/concurrency_limits/", json=limit).raise_for_status()
-    tags = ["--set", 'execution.tags={train=["doctor"]}', "--set", "learner.update_epochs=60"]
-    runs = {name: project.start("run", "smoke", "--set", f"name={name}", *tags) for name in ("dead", "alive")}
+    tags = ["--set", "iterations=4", "--set", 'execution.tags={train=["doctor"]}', "--set", "learner.update_epochs=60"]
+    runs: dict[str, Any] = {}
     try:
-        for name, process in runs.items():
+        for name in ("alive", "dead"):
+            process = runs[name] = project.start("run", "smoke", "--set", f"name={name}", *tags)
             deadline = time.monotonic() + 300
             while not (project.run_folder(name) / "slot.json").exists():
                 assert process.poll() is None and time.monotonic() < deadline
@@ -194,5 +195,6 @@ def test_a_killed_run_is_cleared_and_a_living_one_beside_it_is_not(project: Any)
         for process in runs.values():
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
+            if not process.stdout.closed:
                 process.communicate()
         httpx.delete(f"{api}/v2/concurrency_limits/tag:doctor").raise_for_status()

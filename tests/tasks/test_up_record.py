@@ -24,6 +24,7 @@ command = [sys.executable, "-c", "import time; time.sleep(60)"]
 if os.fork() == 0:
     subprocess.Popen(command, start_new_session=True)
     os._exit(0)
+os.wait()
 print("ready", flush=True)
 time.sleep(60)
 """
@@ -68,7 +69,7 @@ def test_end_takes_all_that_carries_the_mark_and_nothing_else(
     plain = start(started, SLEEP, {})
     assert stubborn.stdout is not None and stubborn.stdout.readline() == "ready\n"
     deadline = time.monotonic() + 10
-    while len(record.processes("servers")) < 2 and time.monotonic() < deadline:
+    while len(record.processes("servers")) != 2 and time.monotonic() < deadline:
         time.sleep(0.02)
     assert set(record.processes("worker")) == {worker.pid}
     assert len(record.processes("servers")) == 2 and len(record.processes()) == 3
