@@ -79,7 +79,9 @@ def _running(client: SyncPrefectClient, kind: str, **flow_runs: list[str]) -> li
     ids = {name: {"any_": values} for name, values in flow_runs.items()}
     if not all(flow_runs.values()):
         return []
-    state = {"state": {"type": {"any_": ["RUNNING", "CANCELLING"]}}}
+    # A task that was killed before it began is pending for ever; a flow run that is pending may be about to go on.
+    types = ["RUNNING", "CANCELLING"] if kind == "flow" else ["RUNNING", "CANCELLING", "PENDING"]
+    state = {"state": {"type": {"any_": types}}}
     found: list[Any] = []
     while True:
         if kind == "flow":
