@@ -7,8 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ class Server:
 def prefect_server(home: Path) -> Iterator[Server]:
     """Start a server whose data lie in `home`, wait until it answers, and stop it at the end."""
     from tasks import settings
+    from tasks.embedded_server import wait_for
 
     settings.apply_defaults()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an end like any other: nothing started here stays
@@ -41,11 +40,7 @@ def prefect_server(home: Path) -> Iterator[Server]:
         server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
     url = f"http://127.0.0.1:{port}/api"
     try:
-        deadline = time.monotonic() + 180
-        while not _answers(f"{url}/health"):
-            if server.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError((home / "server.log").read_text(errors="replace"))
-            time.sleep(0.2)
+        wait_for(f"{url}/health", server, home / "server.log")
         yield Server(url, server.pid, home)
     finally:
         os.killpg(server.pid, signal.SIGTERM)
@@ -54,11 +49,3 @@ def prefect_server(home: Path) -> Iterator[Server]:
         except subprocess.TimeoutExpired:
             os.killpg(server.pid, signal.SIGKILL)
             server.wait()
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=1) as reply:
-            return bool(reply.status == 200)
-    except OSError:
-        return False

@@ -36,6 +36,11 @@ def parse_value(text: str) -> Any:
     return found["value"]
 
 
+def override_key(override: str) -> str:
+    """The setting that an override is about: `learner.lr` of `learner.lr=1e-6`."""
+    return override.partition("=")[0].strip()
+
+
 def apply_overrides(data: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     """A copy of `data` with each `a.b.c=value` applied; list items go by index or, for rewards, by name."""
     result = copy.deepcopy(data)

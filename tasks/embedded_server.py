@@ -22,7 +22,7 @@ from tasks import settings
 from tasks.process_guardian import family_mark
 from tasks.process_tree import MARK, PARENT
 
-_START_SECONDS = 180.0
+START_SECONDS = 180.0
 _ENV = {
     "PREFECT_UI_ENABLED": "0",
     "PREFECT__SERVER_FINAL": "1",
@@ -52,13 +52,23 @@ def start_embedded() -> str:
         )
     atexit.register(_stop, server, os.getpid())
     url = f"http://127.0.0.1:{port}/api"
-    deadline = time.monotonic() + _START_SECONDS
-    while not answers(f"{url}/health"):
-        if server.poll() is not None or time.monotonic() > deadline:
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-            raise StageError("Prefect's embedded server did not start", todo=f"read {log}", details=tail)
-        time.sleep(0.1)
+    wait_for(f"{url}/health", server, log)
     return url
+
+
+def wait_for(url: str, child: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait until a server answers there; raise `StageError` when its process ends first, or never does."""
+    deadline = time.monotonic() + START_SECONDS
+    while not answers(url):
+        check_alive(child, log, deadline)
+
+
+def check_alive(child: subprocess.Popen[bytes], log: Path, deadline: float) -> None:
+    """Wait a moment; raise when the process has ended or `deadline`, as of `time.monotonic`, is over."""
+    if child.poll() is not None or time.monotonic() > deadline:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+        raise StageError(f"{log.stem} did not start", todo=f"read {log}", details=tail)
+    time.sleep(0.1)
 
 
 def answers(url: str) -> bool:

@@ -14,7 +14,7 @@ from rl_core.evaluation import compare, problem_means
 from rl_core.fingerprint import canonical_json
 from rl_core.manifest import Manifest
 from rl_core.schemas import DECISIONS
-from tasks.store import read_manifest
+from tasks.files import read_manifest
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion

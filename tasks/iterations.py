@@ -8,18 +8,14 @@ from typing import Any
 from rl_core.config import RunConfig
 from rl_core.errors import ConfigError, RunError
 from rl_core.manifest import Ref
-from rl_core.recipes import apply_overrides, build_config, config_json
+from rl_core.recipes import apply_overrides, build_config, config_json, override_key
 from rl_core.stages import STAGES
 from tasks.adjustment_log import AdjustmentLog
-from tasks.files import folder_digest
-from tasks.store import RunStore, read_manifest
+from tasks.files import folder_digest, read_manifest
+from tasks.store import RunStore
 
 FIXED = ("name", "iterations", "model.source", "execution.threads")
 """Settings of a whole run: a rerun of one iteration cannot change them."""
-
-
-def _key(override: str) -> str:
-    return override.partition("=")[0].strip()
 
 
 @dataclass(frozen=True)
@@ -167,7 +163,7 @@ class Iterations:
 
     def overridden(self, iteration: int, overrides: list[str]) -> RunConfig:
         """The config of an iteration with overrides that it may have. Raises `ConfigError` for any other."""
-        if fixed := [item for item in overrides if _key(item) in FIXED]:
+        if fixed := [item for item in overrides if override_key(item) in FIXED]:
             raise ConfigError(
                 f"one iteration cannot have {', '.join(fixed)} of its own",
                 expected=f"settings other than {', '.join(FIXED)}",

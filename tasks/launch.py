@@ -112,7 +112,7 @@ def _change_run(store: RunStore, wanted: RunConfig, overrides: list[str]) -> Non
             todo=f"{_how_to_continue(store.name)}, or add --set name=... for a new run",
         )
     config = build_config(apply_overrides(config_json(store.config()), overrides), f"run {store.name}")
-    made = len(list(store.path.glob("iterations/[0-9]*/iteration.json")))
+    made = len(store.iteration_numbers())
     if config.iterations < min(made, store.config().iterations):
         raise ConfigError(
             f"run {store.name!r} has {made} iterations already",

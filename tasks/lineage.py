@@ -17,7 +17,7 @@ from rl_core.errors import ConfigError, RunError
 from rl_core.execution import StageName
 from rl_core.manifest import Ref
 from rl_core.parent import Parent
-from rl_core.recipes import apply_overrides, build_config, config_json
+from rl_core.recipes import apply_overrides, build_config, config_json, override_key
 from rl_core.stages import STAGES
 from tasks.adjustment_log import Adjustment, AdjustmentLog
 from tasks.files import publish_folder, read_manifest, storage_errors
@@ -62,7 +62,7 @@ def fork(run: str, new: str, iteration: int, from_stage: StageName, overrides: l
 
 
 def _config(store: RunStore, new: str, overrides: list[str], iteration: int) -> RunConfig:
-    keys = [override.partition("=")[0].strip() for override in overrides]
+    keys = [override_key(override) for override in overrides]
     if refused := [key for key in keys if key.split(".")[0] in INHERITED]:
         raise ConfigError(
             f"a fork cannot have {', '.join(refused)} of its own",
@@ -116,7 +116,7 @@ def _write(store: RunStore, child: RunStore, point: Parent, config: RunConfig, o
     stages = _made_before(store, position, point, iterations.is_stale(position))
     _check_states(store, position, point, stages, config)
     old = (store.iteration(point.iteration) or {}).get("overrides", []) if stages else []
-    own = [item for item in overrides if item.partition("=")[0].strip() not in FIXED]
+    own = [item for item in overrides if override_key(item) not in FIXED]
     begun = {"iteration": point.iteration, "overrides": [*old, *own] if old else [], "stages": stages}
     begun |= {"policy": position.policy.model_dump(), "cursor": position.cursor, "complete": False}
     begun["adjustments"] = AdjustmentLog(child).applying(point.iteration)

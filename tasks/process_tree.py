@@ -17,7 +17,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -57,19 +57,32 @@ def kill_tree(pid: int, mark: str) -> set[int]:
     return killed
 
 
+def stat(pid: int) -> list[str] | None:
+    """Fields of /proc/<pid>/stat from the state on; null when there is no such process, or it is a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields
+
+
+def living() -> Iterator[tuple[int, list[str], bytes]]:
+    """Id, `stat` and environment of every living process; that of another user's is empty."""
+    for name in os.listdir("/proc"):
+        if name.isdigit() and (fields := stat(int(name))) is not None:
+            environment = b""
+            with contextlib.suppress(OSError):
+                environment = Path("/proc", name, "environ").read_bytes()
+            yield int(name), fields, environment
+
+
 def descendants(root: int, mark: str) -> set[int]:
     """Living processes below `root`: by parent, by session, or by the mark in their environment."""
     family, parents = {root}, {}
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        with contextlib.suppress(OSError):  # it ended while we looked, or is another user's
-            stat = Path("/proc", name, "stat").read_text(errors="replace").rpartition(")")[2].split()
-            if stat[0] in "ZX":
-                continue
-            parents[int(name)] = int(stat[1])
-            if int(stat[3]) == root or mark.encode() in Path("/proc", name, "environ").read_bytes():
-                family.add(int(name))
+    for pid, fields, environment in living():
+        parents[pid] = int(fields[1])
+        if int(fields[3]) == root or mark.encode() in environment:
+            family.add(pid)
     while grown := {pid for pid, parent in parents.items() if parent in family} - family:
         family |= grown
     return family - {root}

@@ -11,6 +11,7 @@ from rl_core.errors import ConfigError, StageError
 from tasks import deployments
 from tasks.autoresume import RESUMED
 from tasks.deployments import AUTO_RESUME, PREFECT_FILE, PrefectFile, read_file
+from tasks.slots import read_limits
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -65,7 +66,7 @@ def set_limits(client: SyncPrefectClient, limits: dict[str, int]) -> None:
     """Concurrency limits by task tag. What is not named stays; `gpu` gets the machine's GPUs where it has none yet."""
     from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 
-    there = {limit.name: limit.limit for limit in client.read_global_concurrency_limits(limit=200, offset=0)}
+    there = {limit.name: limit.limit for limit in read_limits(client)}
     if "tag:gpu" not in there:
         limits = {"gpu": max(1, gpu_count()), **limits}
     for tag, slots in limits.items():

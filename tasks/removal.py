@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from dataclasses import dataclass
@@ -29,8 +30,11 @@ class Removal:
 
 def size(path: Path) -> int:
     """Bytes of a file, or of all files below a folder."""
-    files = path.rglob("*") if path.is_dir() else [path]
-    return sum(file.lstat().st_size for file in files if file.is_file() and not file.is_symlink())
+    total = 0
+    for file in path.rglob("*") if path.is_dir() else [path]:
+        with contextlib.suppress(OSError):  # it went while we looked
+            total += file.lstat().st_size if file.is_file() and not file.is_symlink() else 0
+    return total
 
 
 def take_away(item: Removal) -> None:

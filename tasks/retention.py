@@ -20,14 +20,14 @@ from tasks.gate import CHAMPION
 from tasks.references import Version, descendants, lineage_lock, registered_versions
 from tasks.removal import Removal, size, take_away
 from tasks.settings import runs_dir, tracking_uri
-from tasks.store import PLACED, RunStore, is_output
+from tasks.store import RunStore, is_output
 from tasks.trainer_states import removable_states
 
 
 # -- what is needed ----------------------------------------------------------------------------------------------------
 def _records(store: RunStore) -> Iterator[dict[str, Any]]:
-    for path in sorted(store.path.glob("iterations/[0-9]*/iteration.json")):
-        record = store.iteration(int(path.parent.name))
+    for number in store.iteration_numbers():
+        record = store.iteration(number)
         if record is not None:
             yield record
 
@@ -86,11 +86,7 @@ def _is_base(manifest: Manifest, identities: list[Any]) -> bool:
 
 def _garbage(store: RunStore) -> list[Removal]:
     damaged = [Removal(path, size(path), "damaged") for path in sorted(store.path.glob("damaged/*"))]
-    partial: list[Removal] = []
-    for path in sorted(store.path.glob("**/*.partial-*")):
-        inside = any(part.startswith(PLACED) for part in path.relative_to(store.path).parts)
-        if not inside and not any(item.path in path.parents for item in partial):
-            partial.append(Removal(path, size(path), "left by an attempt that died"))
+    partial = [Removal(path, size(path), "left by an attempt that died") for path in store.leftovers()]
     return damaged + partial
 
 

@@ -5,17 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 
-from rl_core.errors import StageError
 from tasks import settings
-from tasks.embedded_server import answers
 from tasks.up_record import UpRecord
 
-START_SECONDS = 180.0
 LOGS = settings.STATE_DIR / "logs"
 
 
@@ -73,18 +69,3 @@ def _start(command: list[str], log: Path, extra: dict[str, str]) -> subprocess.P
             env=os.environ | extra,
             start_new_session=True,
         )
-
-
-def wait_for(url: str, child: subprocess.Popen[bytes], log: Path) -> None:
-    """Wait until a server answers there; raise `StageError` when its process ends first, or never does."""
-    deadline = time.time() + START_SECONDS
-    while not answers(url):
-        check_alive(child, log, deadline)
-
-
-def check_alive(child: subprocess.Popen[bytes], log: Path, deadline: float) -> None:
-    """Wait a moment; raise when the process has ended or the time is over."""
-    if child.poll() is not None or time.time() > deadline:
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-        raise StageError(f"{log.stem} did not start", todo=f"read {log}", details=tail)
-    time.sleep(0.1)

@@ -21,17 +21,8 @@ from rich.console import Console
 
 from rl_core.errors import ConfigError, RunError, StageError
 from tasks import settings
-from tasks.embedded_server import answers, start_embedded
-from tasks.server_processes import (
-    LOGS,
-    START_SECONDS,
-    UpOptions,
-    check_alive,
-    start_mlflow,
-    start_prefect,
-    start_worker,
-    wait_for,
-)
+from tasks.embedded_server import START_SECONDS, answers, check_alive, start_embedded, wait_for
+from tasks.server_processes import LOGS, UpOptions, start_mlflow, start_prefect, start_worker
 from tasks.up_record import UP_FILE, UpRecord, read_record, start_ticks
 
 _DATABASES = ("postgresql+asyncpg://", "sqlite+aiosqlite://")
@@ -130,12 +121,14 @@ def _alone() -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RunError(
-                "the servers of this folder are up already",
-                got=str(UP_FILE),
-                todo="use them, or stop them: rlstages down",
-            ) from None
+            raise _up_already() from None
         yield
+
+
+def _up_already() -> RunError:
+    return RunError(
+        "the servers of this folder are up already", got=str(UP_FILE), todo="use them, or stop them: rlstages down"
+    )
 
 
 def _clear(console: Console) -> None:
@@ -144,9 +137,7 @@ def _clear(console: Console) -> None:
     if record is None:
         return
     if record.processes() and record.ready and record.pid is None:
-        raise RunError(
-            "the servers of this folder are up already", got=str(UP_FILE), todo="use them, or stop them: rlstages down"
-        )
+        raise _up_already()
     with console.status("ending what an earlier `rlstages up` has left"):
         record.end()
 
@@ -195,13 +186,13 @@ def _start_all(
         wait_for(f"{record.prefect_api}/health", children[0], LOGS / "prefect.log")
     with console.status("deploying and starting a worker"), get_client(sync_client=True) as client:
         provision.create_pool(client)
-        began, name = datetime.now(UTC), socket.gethostname()
+        began, deadline, name = datetime.now(UTC), time.monotonic() + START_SECONDS, socket.gethostname()
         children.append(start_worker(record, name))
         for line in provision.provision(client, file, limits):
             console.print(f"changed back to prefect.yaml: {line}", highlight=False)
         _resume_dead_runs(console, client)
         while not provision.worker_reported(client, name, began):
-            check_alive(children[2], LOGS / "prefect-worker.log", began.timestamp() + START_SECONDS)
+            check_alive(children[2], LOGS / "prefect-worker.log", deadline)
     with console.status("waiting for MLflow"):
         wait_for(f"{record.mlflow}/health", children[1], LOGS / "mlflow.log")
     return children

@@ -51,13 +51,14 @@ def read_slots(client: SyncPrefectClient, tags: list[str] | None = None) -> list
     """The limited ones of these tags; all limited tags without an argument."""
     return [
         Slots(tag, limit.limit, limit.active_slots, client.read_concurrency_limit_by_tag(tag).active_slots)
-        for limit in _read_limits(client)
+        for limit in read_limits(client)
         for tag in [limit.name.removeprefix("tag:")]
         if limit.name.startswith("tag:") and limit.active and (tags is None or tag in tags)
     ]
 
 
-def _read_limits(client: SyncPrefectClient) -> list[Any]:
+def read_limits(client: SyncPrefectClient) -> list[Any]:
+    """All global concurrency limits of the server, page by page."""
     found: list[Any] = []
     while len(part := client.read_global_concurrency_limits(limit=_PAGE, offset=len(found))) == _PAGE:
         found += part
@@ -77,7 +78,7 @@ def limited_tags(tags: list[str]) -> list[str]:
 
     if time.monotonic() - _known[0] > _LIMITS_SECONDS:
         with get_client(sync_client=True) as client:
-            _known = (time.monotonic(), frozenset(limit.name for limit in _read_limits(client)))
+            _known = (time.monotonic(), frozenset(limit.name for limit in read_limits(client)))
     names = frozenset(f"tag:{tag}" for tag in {*tags, *TagsContext.get().current_tags})  # a task has its flow's too
     if not names & _known[1]:
         with services._cache_lock:

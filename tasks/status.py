@@ -15,10 +15,11 @@ from rl_core.errors import RunError, StageError
 from rl_core.manifest import Manifest
 from rl_core.schemas import ADVANTAGES, TRAJECTORIES, rewards_schema
 from rl_core.stages import STAGES
+from tasks.files import read_manifest
 from tasks.iterations import Iterations
 from tasks.references import describe_lineage
 from tasks.settings import MLFLOW_PORT, PREFECT_PORT, runs_dir, tracking_uri
-from tasks.store import RunStore, read_manifest
+from tasks.store import RunStore
 from tasks.summary import number
 from tasks.tables import read_table
 
@@ -102,8 +103,7 @@ def _status_row(store: RunStore, iteration: int, current: bool) -> list[str]:
 
 
 def _last_iteration(store: RunStore) -> int:
-    numbers = [int(p.parent.name) for p in store.path.glob("iterations/[0-9]*/iteration.json")]
-    return max(numbers, default=-1)
+    return max(store.iteration_numbers(), default=-1)
 
 
 def print_samples(console: Console, run: str, iteration: int, groups: int) -> None:
@@ -172,9 +172,9 @@ def closing_lines(run: str) -> dict[str, str]:
     last = _last_iteration(store)
     lines = {"run folder": str(store.path)}
     final = manifests(store, last).get("evaluate")
-    base = _first_evaluation(store, final)
+    base = first_evaluation(store, final)
     if base and final and "eval/greedy_accuracy" in final.metrics:
-        before, after = (number(m.metrics["eval/greedy_accuracy"]) for m in (base, final))
+        before, after = (number(m.metrics["eval/greedy_accuracy"]) for m in (base[1], final))
         lines["held-out"] = f"{before} before training, {after} after {last + 1} iterations"
     champion = _champion(config.model_name)
     if champion:
@@ -193,10 +193,10 @@ def _program() -> str:
     return sys.argv[0] if Path(sys.argv[0]).name == "rlstages" else "rlstages"
 
 
-def _first_evaluation(store: RunStore, final: Manifest | None) -> Manifest | None:
-    """The evaluation of the model the run started from, of the same problems under the same settings as `final`."""
-    found = [read_manifest(path) for path in store.outputs(-1, "evaluate")]
-    return next((m for m in found if m and final and m.identity == final.identity), None)
+def first_evaluation(store: RunStore, final: Manifest | None) -> tuple[Path, Manifest] | None:
+    """Folder and manifest of the starting model's evaluation: same problems, same settings as `final`."""
+    found = [(path, read_manifest(path)) for path in store.outputs(-1, "evaluate")]
+    return next(((path, m) for path, m in found if m and final and m.identity == final.identity), None)
 
 
 def _champion(model_name: str) -> str:

@@ -37,8 +37,6 @@ from tasks.files import (
     write_json,
 )
 
-__all__ = ["PLACED", "RunStore", "read_manifest"]
-
 PLACED = "placed-"
 """Begin of the folder names of attempts that another machine makes (`tasks.placement`): nobody's leftovers."""
 Found = tuple[Path, Manifest]
@@ -92,8 +90,10 @@ class RunStore:
         found = self.record().get("parent")
         return Parent.model_validate(found) if found else None
 
-    def parent_store(self, parent: Parent) -> RunStore:
-        return RunStore(self.path.parent, parent.run)
+    def _inherits_from(self, iteration: int, stage: str) -> RunStore | None:
+        """The parent, if this stage of the iteration lies before the fork point."""
+        parent = self.parent() if self.exists() else None
+        return RunStore(self.path.parent, parent.run) if parent and parent.has(iteration, stage) else None
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -115,18 +115,19 @@ class RunStore:
 
     def sweep(self) -> list[Path]:
         """Remove what dead attempts left behind and return it. Only under `lock()`."""
-        leftovers = []
+        found = self.leftovers()
+        for path in found:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return found
+
+    def leftovers(self) -> list[Path]:
+        """Files and folders of attempts that have not ended well; what lies inside of one goes with it."""
+        found: list[Path] = []
         for path in sorted(self.path.glob("**/*.partial-*")):
-            if any(part.startswith(PLACED) for part in path.relative_to(self.path).parts):
-                continue  # whoever works there may be alive
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path.exists():  # else it went with the folder it was in
-                path.unlink()
-            else:
-                continue
-            leftovers.append(path)
-        return leftovers
+            placed = any(part.startswith(PLACED) for part in path.relative_to(self.path).parts)
+            if not placed and not any(other in path.parents for other in found):  # who works at a placed one may live
+                found.append(path)
+        return found
 
     # -- iterations ---------------------------------------------------------------------------------------------------
     def iteration_dir(self, iteration: int) -> Path:
@@ -135,6 +136,10 @@ class RunStore:
     def iteration(self, iteration: int) -> dict[str, Any] | None:
         path = self.iteration_dir(iteration) / "iteration.json"
         return read_json(path) if path.is_file() else None
+
+    def iteration_numbers(self) -> list[int]:
+        """Iterations that have a record, in order."""
+        return sorted(int(path.parent.name) for path in self.path.glob("iterations/[0-9]*/iteration.json"))
 
     def write_iteration(self, iteration: int, record: dict[str, Any]) -> None:
         write_json(self.iteration_dir(iteration) / "iteration.json", record)
@@ -166,24 +171,20 @@ class RunStore:
 
         What is damaged is put aside. Only under `lock()`.
         """
-        own = self._attempts(iteration, stage, fingerprint, put_aside=True)
-        found = self._ranked(iteration, stage, [*self._inherited(iteration, stage, fingerprint), *own])
+        found = self._complete(iteration, stage, fingerprint, put_aside=True)
         return found[-1] if found else None
 
-    def _ranked(self, iteration: int, stage: str, found: list[Found]) -> list[Found]:
-        """Outputs from old to new with the one that the iteration is made of at the end."""
+    def _complete(self, iteration: int, stage: str, fingerprint: str, put_aside: bool) -> list[Found]:
+        """Complete outputs, the parents' first, from old to new; the one that the iteration is made of at the end."""
+        own = self._attempts(iteration, stage, fingerprint, put_aside)
         made = (self.iteration(iteration) or {"stages": {}})["stages"].get(stage)
         named = self.folder(made["folder"]) if made else None
-        return sorted(found, key=lambda one: one[0] == named)
+        return sorted([*self._inherited(iteration, stage, fingerprint), *own], key=lambda one: one[0] == named)
 
     def _inherited(self, iteration: int, stage: str, fingerprint: str) -> list[Found]:
-        """Complete outputs of the line of parents, the best last; nothing is touched there."""
-        parent = self.parent() if self.exists() else None
-        if parent is None or not parent.has(iteration, stage):
-            return []
-        store = self.parent_store(parent)
-        own = store._attempts(iteration, stage, fingerprint, put_aside=False)
-        return store._ranked(iteration, stage, [*store._inherited(iteration, stage, fingerprint), *own])
+        """Those of the line of parents; nothing is touched there."""
+        store = self._inherits_from(iteration, stage)
+        return store._complete(iteration, stage, fingerprint, put_aside=False) if store else []
 
     def _attempts(self, iteration: int, stage: str, fingerprint: str, put_aside: bool) -> list[Found]:
         """Complete outputs in this run's own folder, the newest last."""
@@ -203,10 +204,8 @@ class RunStore:
     def outputs(self, iteration: int, stage: str) -> list[Path]:
         """Folders of all outputs of a stage, the parents' before the fork point included."""
         own = [p for p in sorted((self.iteration_dir(iteration) / stage).glob("*")) if is_output(p)]
-        parent = self.parent()
-        if parent is None or not parent.has(iteration, stage):
-            return own
-        return self.parent_store(parent).outputs(iteration, stage) + own
+        store = self._inherits_from(iteration, stage)
+        return (store.outputs(iteration, stage) if store else []) + own
 
     def _put_aside(self, path: Path, iteration: int, stage: str) -> None:
         """Move a damaged output out of every reader's way; it is not deleted, somebody may want to know why."""

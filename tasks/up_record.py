@@ -14,11 +14,11 @@ import signal
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 from tasks import settings
 from tasks.files import read_json, write_json
+from tasks.process_tree import living, stat
 
 UP_FILE = settings.STATE_DIR / "up.json"
 MARK = "RLSTAGES_UP"
@@ -58,13 +58,9 @@ class UpRecord:
     def processes(self, role: Role | None = None) -> dict[int, int]:
         """Living processes that carry the mark: their parents by their ids."""
         wanted, found = f"{MARK}={self.mark}/{role or ''}".encode(), {}
-        for name in os.listdir("/proc"):
-            if not name.isdigit() or int(name) == os.getpid():
-                continue
-            with contextlib.suppress(OSError):  # it ended while we looked, or is another user's
-                variables = Path("/proc", name, "environ").read_bytes().split(b"\0")
-                if any(variable.startswith(wanted) for variable in variables):
-                    found[int(name)] = int(_stat(int(name))[1])
+        for pid, fields, environment in living():
+            if pid != os.getpid() and any(variable.startswith(wanted) for variable in environment.split(b"\0")):
+                found[pid] = int(fields[1])
         return found
 
     def end(self, patience_seconds: float = 15.0) -> None:
@@ -97,14 +93,8 @@ def read_record() -> UpRecord | None:
 
 def start_ticks(pid: int) -> int | None:
     """When a process started, in clock ticks since boot; null when there is none."""
-    with contextlib.suppress(OSError):
-        return int(_stat(pid)[19])
-    return None
-
-
-def _stat(pid: int) -> list[str]:
-    """Fields of /proc/<pid>/stat from the state on."""
-    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    fields = stat(pid)
+    return int(fields[19]) if fields else None
 
 
 def _signal(pids: Iterable[int], number: signal.Signals) -> None:

@@ -25,13 +25,23 @@ def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+def free_port() -> int:
+    """A port of loopback where nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session", name="free_port")
+def free_port_() -> Callable[[], int]:
+    return free_port
+
+
 @pytest.fixture(scope="session")
 def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """API URL of a real Prefect server on loopback, with a database of its own."""
     home = tmp_path_factory.mktemp("prefect")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     env = os.environ | {
         "PREFECT_HOME": str(home),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -100,21 +110,32 @@ class Project:
     def run_folder(self, run: str) -> Path:
         return self.folder / "runs" / run
 
-    def workers(self) -> list[int]:
-        """Process ids of living workers and reward processes of this folder."""
-        found = []
+    def wait_for(self, path: Path, process: subprocess.Popen[str]) -> None:
+        """Wait until a process that was started here has made a file or folder."""
+        deadline = time.monotonic() + 300
+        while not path.exists():
+            if process.poll() is not None or time.monotonic() > deadline:
+                process.kill()
+                raise AssertionError(f"{path} did not appear:\n{process.communicate()[0]}")
+            time.sleep(0.002)
+
+    def processes(self) -> dict[int, list[str]]:
+        """Command lines of all living processes that were started in this folder, by their ids."""
+        found = {}
         for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
             try:
-                command = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                ours = (entry / "cwd").readlink() == self.folder
-                zombie = (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+                if entry.name.isdigit() and (entry / "cwd").readlink() == self.folder:
+                    command = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                    if (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                        found[int(entry.name)] = command
             except OSError:
                 continue
-            if ours and not zombie and {"tasks.worker", "tasks.reward_process"} & set(command):
-                found.append(int(entry.name))
         return found
+
+    def workers(self) -> list[int]:
+        """Process ids of living workers and reward processes of this folder."""
+        kinds = {"tasks.worker", "tasks.reward_process"}
+        return [pid for pid, command in self.processes().items() if kinds & set(command)]
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,6 @@ Who lives is decided by the lock of the run and by the process table, never by w
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,28 +48,6 @@ def examine(fix: bool = False) -> list[Finding]:
 
 def known_stores() -> list[RunStore]:
     return [RunStore(runs_dir(), path.parent.name) for path in sorted(runs_dir().glob("*/run.json"))]
-
-
-def process_lives(pid: int) -> bool:
-    """Whether there is a process of that id that is more than a zombie."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
-            return stat.read().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def environments() -> Iterator[tuple[int, dict[str, str]]]:
-    """Process id and environment of every living process of this user."""
-    for name in os.listdir("/proc"):
-        if not name.isdigit() or int(name) == os.getpid() or not process_lives(int(name)):
-            continue
-        try:
-            with open(f"/proc/{name}/environ", "rb") as file:
-                pairs = (entry.partition("=") for entry in file.read().decode(errors="replace").split("\0"))
-        except OSError:  # it ended while we looked, or is another user's
-            continue
-        yield int(name), {key: value for key, _, value in pairs if key}
 
 
 def print_findings(console: Console, findings: list[Finding]) -> None:

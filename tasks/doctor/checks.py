@@ -11,10 +11,11 @@ from pathlib import Path
 
 from rl_core.errors import RlstagesError
 from tasks import attempts
-from tasks.doctor import Finding, environments, process_lives
+from tasks.doctor import Finding
 from tasks.launch import MODELS_DIR
 from tasks.ledger import Ledger
-from tasks.process_tree import MARK, PARENT
+from tasks.process_tree import MARK, PARENT, living, stat
+from tasks.removal import size
 from tasks.settings import tracking_uri
 from tasks.store import PLACED, RunStore
 
@@ -24,9 +25,11 @@ _REPAIR = "rlstages doctor --fix"
 def processes(fix: bool) -> list[Finding]:
     """Workers, reward processes, servers and what they started, of this project, whose parent is gone."""
     found = []
-    for pid, env in environments():
-        ours = MARK in env and env.get("PREFECT_HOME") == os.environ.get("PREFECT_HOME")
-        if not ours or not env.get(PARENT, "").isdigit() or process_lives(int(env[PARENT])):
+    for pid, _, environment in living():
+        pairs = (entry.partition("=") for entry in environment.decode(errors="replace").split("\0"))
+        env = {key: value for key, _, value in pairs}
+        ours = pid != os.getpid() and MARK in env and env.get("PREFECT_HOME") == os.environ.get("PREFECT_HOME")
+        if not ours or not env.get(PARENT, "").isdigit() or stat(int(env[PARENT])):
             continue
         with contextlib.suppress(OSError):
             command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
@@ -41,9 +44,9 @@ def processes(fix: bool) -> list[Finding]:
 
 def _gone(pid: int) -> bool:
     deadline = time.monotonic() + 5
-    while process_lives(pid) and time.monotonic() < deadline:
+    while stat(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return not process_lives(pid)
+    return stat(pid) is None
 
 
 def folders(stores: list[RunStore], fix: bool) -> list[Finding]:
@@ -55,8 +58,7 @@ def folders(stores: list[RunStore], fix: bool) -> list[Finding]:
     for path in stale:
         if any(other in path.parents for other in stale):
             continue
-        size = used_bytes(path)
-        finding = Finding("folder", f"{_short(path)}: left half-written, {_size(size)}", f"{_REPAIR} removes it")
+        finding = Finding("folder", f"{_short(path)}: left half-written, {_size(size(path))}", f"{_REPAIR} removes it")
         found.append(finding)
         if fix:
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
@@ -67,20 +69,11 @@ def folders(stores: list[RunStore], fix: bool) -> list[Finding]:
 def _is_stale(path: Path) -> bool:
     pid = path.name.rpartition("-")[2]
     placed = any(part.startswith(PLACED) for part in path.parts)  # made by another machine, which may be at it
-    return pid.isdigit() and not placed and not process_lives(int(pid))
+    return pid.isdigit() and not placed and stat(int(pid)) is None
 
 
 def _short(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def used_bytes(path: Path) -> int:
-    """Bytes of a file, or of all files below a folder."""
-    total = 0
-    for file in path.rglob("*") if path.is_dir() else [path]:
-        with contextlib.suppress(OSError):  # it went while we looked
-            total += file.stat().st_size if file.is_file() else 0
-    return total
 
 
 def _size(bytes_: int) -> str:
@@ -122,10 +115,10 @@ def _abandoned(store: RunStore) -> str | None:
 
 def disk(stores: list[RunStore]) -> list[Finding]:
     """Bytes of every run, and whether the next checkpoint fits."""
-    found = [Finding("disk", f"run {store.name} uses {_size(used_bytes(store.path))}") for store in stores]
+    found = [Finding("disk", f"run {store.name} uses {_size(size(store.path))}") for store in stores]
     place = stores[0].path.parent if stores else Path.cwd()
     free = shutil.disk_usage(place).free
-    needs = [(max((used_bytes(p) for p in _checkpoints(store)), default=0), store.name) for store in stores]
+    needs = [(max((size(p) for p in _checkpoints(store)), default=0), store.name) for store in stores]
     need, run = max(needs, default=(0, ""))
     if need > free:
         what = f"{_size(free)} free, but a checkpoint of {run} takes {_size(need)}"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from tasks import attempts
-from tasks.doctor import Finding
+from tasks.doctor import Finding, Kind
 from tasks.slots import Slots, describe_task_run, free_slot, read_slots
 from tasks.store import RunStore
 
@@ -106,18 +107,16 @@ def _since(run: FlowRun | TaskRun) -> float:
 def _runs(client: SyncPrefectClient, flows: list[FlowRun], tasks: list[TaskRun], fix: bool) -> list[Finding]:
     from prefect.states import Crashed
 
+    dead: list[tuple[Kind, str, UUID, Callable[..., Any]]] = [
+        *(("task run", describe_task_run(client, task.id), task.id, client.set_task_run_state) for task in tasks),
+        *(("flow run", f"{flow.name} ({flow.id})", flow.id, client.set_flow_run_state) for flow in flows),
+    ]
     found = []
-    for task in tasks:
-        what = f"{describe_task_run(client, task.id)} shows as running, {_GONE.partition(' (')[0]}"
-        found.append(Finding("task run", what, f"{_REPAIR} sets it to Crashed"))
+    for kind, name, id_, set_state in dead:
+        what = f"{name} shows as running, {_GONE.partition(' (')[0]}"
+        found.append(Finding(kind, what, f"{_REPAIR} sets it to Crashed"))
         if fix:
-            client.set_task_run_state(task.id, Crashed(message=_GONE), force=True)
-            found[-1].repaired = True
-    for flow in flows:
-        what = f"{flow.name} ({flow.id}) shows as running, {_GONE.partition(' (')[0]}"
-        found.append(Finding("flow run", what, f"{_REPAIR} sets it to Crashed"))
-        if fix:
-            client.set_flow_run_state(flow.id, Crashed(message=_GONE), force=True)
+            set_state(id_, Crashed(message=_GONE), force=True)
             found[-1].repaired = True
     return found or [Finding("flow run", "no flow run of this folder runs without its process")]
 

@@ -20,9 +20,8 @@ from rl_core.parent import Parent
 from rl_core.schemas import EVALUATION, KEY, TRAJECTORIES, rewards_schema
 from rl_core.stages import STAGES
 from tasks.adjustment_log import Adjustment, AdjustmentLog
-from tasks.files import read_manifest
 from tasks.iterations import Iterations
-from tasks.status import manifests, open_run
+from tasks.status import first_evaluation, manifests, open_run
 from tasks.store import RunStore
 from tasks.tables import read_table
 
@@ -74,13 +73,13 @@ class RunData:
         self.iterations = self._iterations()
         self.complete = sum(made.state == "complete" for made in self.iterations)
         self.final = next((m for made in reversed(self.iterations) if (m := made.manifests.get("evaluate"))), None)
-        self.start = self._start_evaluation()
+        self.start: tuple[Path, Manifest] | None = first_evaluation(self.store, self.final)
+        """The starting model's evaluation, made like the last one."""
 
     def _iterations(self) -> list[Made]:
         done = Iterations(self.store, self.config, self.store.base_model()).complete()
         found = []
-        for path in sorted(self.store.path.glob("iterations/[0-9]*/iteration.json")):
-            number = int(path.parent.name)
+        for number in self.store.iteration_numbers():
             record = self.store.iteration(number) or {}
             state = "begun" if not record["complete"] else "complete" if number < done else "stale"
             found.append(Made(number, state, record, manifests(self.store, number)))
@@ -89,14 +88,9 @@ class RunData:
                 self.notes.append(f"iteration {number}: the output of {', '.join(damaged)} is missing or damaged")
         return found
 
-    def _start_evaluation(self) -> tuple[Path, Manifest] | None:
-        """The starting model's evaluation, of the same problems under the same settings as the last one."""
-        found = [(path, read_manifest(path)) for path in self.store.outputs(START, "evaluate")]
-        return next(((p, m) for p, m in found if m and self.final and m.identity == self.final.identity), None)
-
     def folder(self, made: Made, stage: str) -> Path | None:
         """Folder of a stage's output; null where there is none that is whole."""
-        return self.store.path / made.record["stages"][stage]["folder"] if made.manifests.get(stage) else None
+        return self.store.folder(made.record["stages"][stage]["folder"]) if made.manifests.get(stage) else None
 
     def rows(self, folder: Path | None, schema: pa.Schema, where: str) -> list[dict[str, Any]]:
         """Rows of an output; none, and a note, where they cannot be read."""

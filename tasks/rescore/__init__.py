@@ -15,6 +15,7 @@ import polars as pl
 
 from rl_core.counterfactual import COLUMNS, Effect, effect
 from rl_core.errors import ConfigError, RunError
+from rl_core.recipes import override_key
 from tasks.rescore.printing import print_comparison
 from tasks.rescore.tables import Rescorer
 from tasks.status import open_run
@@ -56,7 +57,7 @@ def rescore(run: str, overrides: list[str], progress: Callable[[int, int], None]
     """
     _check(overrides)
     store = open_run(run)
-    numbers = sorted(int(path.parent.name) for path in store.path.glob("iterations/[0-9]*/iteration.json"))
+    numbers = store.iteration_numbers()
     frames = []
     with tempfile.TemporaryDirectory(prefix="rlstages-rescore-") as folder:
         rescorer = Rescorer(store, overrides, Path(folder))
@@ -84,7 +85,7 @@ def rescore(run: str, overrides: list[str], progress: Callable[[int, int], None]
 
 
 def _check(overrides: list[str]) -> None:
-    keys = [item.partition("=")[0].strip() for item in overrides]
+    keys = [override_key(item) for item in overrides]
     refused = [key for key in keys if not any(key == s or key.startswith(f"{s}.") for s in SETTINGS)]
     if refused:
         raise ConfigError(

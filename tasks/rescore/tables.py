@@ -60,7 +60,7 @@ class Rescorer:
             return None
         record = self._store.iteration(iteration) or {"stages": {}}
         refs = {
-            stage: Ref(path=str((self._store.path / record["stages"][stage]["folder"]).resolve()), digest=m.digest)
+            stage: Ref(path=str(self._store.folder(record["stages"][stage]["folder"])), digest=m.digest)
             for stage, m in made.items()
         }
         config = self._config(iteration, made)

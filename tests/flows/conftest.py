@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,11 +20,8 @@ from tasks import settings
 class OwnServer:
     """One server process at a time, always with the same port and the same home."""
 
-    def __init__(self, home: Path) -> None:
-        self.home = home
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+    def __init__(self, home: Path, port: int) -> None:
+        self.home, self.port = home, port
         self.api = f"http://127.0.0.1:{self.port}/api"
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
@@ -77,8 +73,8 @@ class OwnServer:
 
 
 @pytest.fixture(scope="session")
-def own_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnServer]:
-    made = OwnServer(tmp_path_factory.mktemp("own-server"))
+def own_server(tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], int]) -> Iterator[OwnServer]:
+    made = OwnServer(tmp_path_factory.mktemp("own-server"), free_port())
     yield made
     made.kill()
 

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import signal
-import socket
 import sqlite3
 import time
 from collections.abc import Callable
@@ -134,13 +133,9 @@ def test_ten_kills_of_runs_at_the_command_line(project: Any, quiet: dict[str, st
     assert {"flow", "worker", "reward"} <= set(killer.killed)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def test_ten_kills_of_deployed_runs_that_resume_by_themselves(project: Any, quiet: dict[str, str]) -> None:
+def test_ten_kills_of_deployed_runs_that_resume_by_themselves(
+    project: Any, quiet: dict[str, str], free_port: Callable[[], int]
+) -> None:
     """Nobody starts anything again: the server's automation does. At the end no process, slot or record is left."""
     project.env.pop("PREFECT_API_URL")
     ports = ["--prefect-port", str(free_port()), "--mlflow-port", str(free_port())]

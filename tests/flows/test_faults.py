@@ -18,15 +18,6 @@ STAGES = ["generate", "score", "advantage", "train", "evaluate", "register"]
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")]
 
 
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 300
-    while not path.exists():
-        if process.poll() is not None or time.monotonic() > deadline:
-            process.kill()
-            raise AssertionError(f"{path} did not appear:\n{process.communicate()[0]}")
-        time.sleep(0.002)
-
-
 def end_of(process: subprocess.Popen[str], code: int = 0) -> str:
     output, _ = process.communicate(timeout=240)
     assert process.returncode == code, output
@@ -67,7 +58,7 @@ def test_server_restarts_while_a_slot_is_held(server: Any, at_own_server: Any) -
     server.limit("fault", 1)
     tags = ["--set", 'execution.tags={train=["fault"]}', "--set", "learner.update_epochs=8"]
     process = at_own_server.start("run", "smoke", *tags)
-    wait_for(at_own_server.run_folder("smoke") / "slot.json", process)
+    at_own_server.wait_for(at_own_server.run_folder("smoke") / "slot.json", process)
     assert server.used("fault") == 1
     server.kill()
     server.start()
@@ -81,7 +72,7 @@ def test_server_restarts_while_a_slot_is_held(server: Any, at_own_server: Any) -
 def test_database_is_locked_for_a_while(server: Any, at_own_server: Any, which: str) -> None:
     """Whoever writes there waits; the run ends as if nothing had been."""
     process = at_own_server.start("run", "smoke")
-    wait_for(at_own_server.run_folder("smoke") / "iterations/0000/score", process)
+    at_own_server.wait_for(at_own_server.run_folder("smoke") / "iterations/0000/score", process)
     locked = hold(server.database if which == "prefect" else at_own_server.folder / "mlflow.db", 15)
     output = end_of(process)
     locked.join()
@@ -93,7 +84,7 @@ def test_server_goes_for_good(server: Any, at_own_server: Any) -> None:
     """The run gives up after its retries, says what to do, and goes on where it was once there is a server again."""
     at_own_server.env["PREFECT_CLIENT_MAX_RETRIES"] = "1"  # with Prefect's own 5 it takes minutes
     process = at_own_server.start("run", "smoke")
-    wait_for(at_own_server.run_folder("smoke") / "iterations/0000/evaluate", process)
+    at_own_server.wait_for(at_own_server.run_folder("smoke") / "iterations/0000/evaluate", process)
     server.kill()
     gone = time.monotonic()
     output = " ".join(end_of(process, code=1).replace("│", " ").split())

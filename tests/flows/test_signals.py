@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -28,31 +27,13 @@ def hangs(completions):
 """
 
 
-def processes_of(folder: Path) -> list[str]:
-    """Command lines of all living processes that were started in a folder."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and (entry / "cwd").readlink() == folder:
-                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-                found += [(entry / "cmdline").read_text().replace("\0", " ")] if state != "Z" else []
-        except OSError:
-            continue
-    return found
+def commands(project: Any) -> list[str]:
+    return [" ".join(command) for command in project.processes().values()]
 
 
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 300
-    while not path.exists():
-        if process.poll() is not None or time.monotonic() > deadline:
-            process.kill()
-            raise AssertionError(f"{path} did not appear:\n{process.communicate()[0]}")
-        time.sleep(0.002)
-
-
-def left_after(folder: Path, seconds: float) -> list[str]:
+def left_after(project: Any, seconds: float) -> list[str]:
     deadline = time.monotonic() + seconds
-    while (found := processes_of(folder)) and time.monotonic() < deadline:
+    while (found := commands(project)) and time.monotonic() < deadline:
         time.sleep(0.02)
     return found
 
@@ -76,7 +57,7 @@ def test_signal_to_a_run_with_its_own_server(project: Any, number: signal.Signal
     """As a terminal or a service manager sends it, to the whole process group: over in seconds, nothing left."""
     del project.env["PREFECT_API_URL"]
     process = project.start("run", "smoke", "--set", "iterations=50")
-    wait_for(project.run_folder("smoke") / "iterations/0001/train", process)
+    project.wait_for(project.run_folder("smoke") / "iterations/0001/train", process)
     os.killpg(process.pid, number)
     sent = time.monotonic()
     output, _ = process.communicate(timeout=60)
@@ -85,7 +66,7 @@ def test_signal_to_a_run_with_its_own_server(project: Any, number: signal.Signal
     assert process.returncode == code and "Traceback" not in output, output
     assert "stopped; the same command continues it" in output
     assert seconds < 15
-    assert left_after(project.folder, 5) == []
+    assert left_after(project, 5) == []
     assert list(project.folder.rglob("*.partial-*")) == []
     assert mlflow_status(project.folder) == "KILLED"
 
@@ -95,12 +76,12 @@ def test_nothing_that_a_reward_started_outlives_the_flow(project: Any, numbers: 
     """Worker, reward process and its `sleep`s, one of them in a session of its own, end with the flow process alone."""
     (project.folder / "hanging.py").write_text(HANGING)
     process = project.start("run", "smoke", "--set", "rewards.0.function=hanging:hangs", "--set", "rewards.0.params={}")
-    wait_for(project.folder / "hangs", process)
-    before = processes_of(project.folder)
+    project.wait_for(project.folder / "hangs", process)
+    before = commands(project)
     assert sum("sleep 300" in command for command in before) >= 2 and len(project.workers()) >= 2
     for number in numbers:
         os.kill(process.pid, number)
-    left = left_after(project.folder, 10)
+    left = left_after(project, 10)
     process.communicate(timeout=30)
     assert left == []
 

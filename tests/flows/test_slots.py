@@ -29,15 +29,6 @@ def spans(run: Path, *stages: str) -> list[tuple[float, float, str]]:
     return sorted(found)
 
 
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 300
-    while not path.exists():
-        if process.poll() is not None or time.monotonic() > deadline:
-            process.kill()
-            raise AssertionError(f"{path} did not appear:\n{process.communicate()[0]}")
-        time.sleep(0.002)
-
-
 def kill(process: subprocess.Popen[str]) -> None:
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
@@ -83,7 +74,7 @@ def test_slot_of_a_killed_run_is_free_within_90_seconds(limited: Any, at_own_ser
     """C78: SIGKILL in training, and of the server as well; another run says who holds the slot, and gets it."""
     arguments = ["run", "smoke", "--set", "iterations=1", *LONG_TRAIN, "--set"]
     first = at_own_server.start(*arguments, "name=first")
-    wait_for(at_own_server.run_folder("first") / "slot.json", first)
+    at_own_server.wait_for(at_own_server.run_folder("first") / "slot.json", first)
     kill(first)
     killed_at = time.time()
     limited.kill()
@@ -101,7 +92,7 @@ def test_run_that_goes_on_takes_its_own_slot_back_at_once(limited: Any, at_own_s
     """It holds the run's lock, so its last attempt is dead, and the slot with it."""
     arguments = ["run", "smoke", "--set", "iterations=1", *LONG_TRAIN]
     first = at_own_server.start(*arguments)
-    wait_for(at_own_server.run_folder("smoke") / "slot.json", first)
+    at_own_server.wait_for(at_own_server.run_folder("smoke") / "slot.json", first)
     kill(first)
     assert limited.used("train") == 1
     assert "waits for" not in words(at_own_server.call(*arguments))

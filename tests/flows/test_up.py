@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -22,12 +21,6 @@ DEPLOYMENTS = {
     *("training-run/train", "training-run/nightly", "evaluation/evaluate", "stage/rerun", "stage/cpu", "stage/gpu"),
     *("adjust/adjust", "pause/pause", "resume/resume", "sweep-orphans/sweep-orphans"),
 }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def until(true: Callable[[], Any], seconds: float, what: str) -> float:
@@ -119,7 +112,9 @@ def wait_until_ready(project: Any, process: subprocess.Popen[str]) -> dict[str, 
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, new_project: Callable[[Path], Any]) -> Iterator[Served]:
+def served(
+    tmp_path_factory: pytest.TempPathFactory, new_project: Callable[[Path], Any], free_port: Callable[[], int]
+) -> Iterator[Served]:
     project = new_project(tmp_path_factory.mktemp("up") / "project")
     project.env.pop("PREFECT_API_URL")
     ports = ["--prefect-port", str(free_port()), "--mlflow-port", str(free_port())]
@@ -248,7 +243,7 @@ def test_a_killed_up_is_found_by_the_next_one(served: Served) -> None:
     assert "nothing is up" in served.project.call("down")
 
 
-def test_up_that_is_stopped_while_it_starts_leaves_nothing(served: Served) -> None:
+def test_up_that_is_stopped_while_it_starts_leaves_nothing(served: Served, free_port: Callable[[], int]) -> None:
     ports = ["--prefect-port", str(free_port()), "--mlflow-port", str(free_port())]
     process = served.project.start("up", *ports)
     home = f"PREFECT_HOME={served.project.folder}"

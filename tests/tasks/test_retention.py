@@ -15,13 +15,13 @@ from rl_core.config import RunConfig
 from rl_core.errors import ModelError, RunError, StorageError
 from rl_core.manifest import FileEntry, Manifest, Ref, content_digest
 from rl_core.stages import STAGES
-from tasks.files import describe, folder_digest, prune_files, verify, write_json
+from tasks.files import describe, folder_digest, prune_files, read_manifest, verify, write_json
 from tasks.gate import complete
 from tasks.iterations import Position
 from tasks.lineage import fork
 from tasks.mlflow_client import open_client
 from tasks.retention import plan, print_plan, remove
-from tasks.store import RunStore, read_manifest
+from tasks.store import RunStore
 from tasks.trainer_states import require_trainer_state, retain
 
 pytestmark = [

@@ -11,8 +11,8 @@ import pytest
 
 from rl_core.errors import CorruptOutputError
 from rl_core.manifest import Manifest, Ref, content_digest
-from tasks.files import describe, verify
-from tasks.store import RunStore, read_manifest
+from tasks.files import describe, read_manifest, verify
+from tasks.store import RunStore
 
 PRINT = "0123456789abcdef" * 4
 FILES = {"part-0000.parquet": b"rows" * 100, "trainer/state.json": b"{}"}

@@ -14,8 +14,8 @@ import pytest
 from rl_core.errors import RunError
 from rl_core.manifest import Manifest, content_digest
 from rl_core.schemas import TRAIN_STEPS
-from tasks.files import describe
-from tasks.store import RunStore, read_manifest
+from tasks.files import describe, read_manifest
+from tasks.store import RunStore
 from tasks.tables import read_table, write_table
 
 PRINT = "0123456789abcdef" * 4
