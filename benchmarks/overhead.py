@@ -53,9 +53,9 @@ def measure(iterations: int) -> list[dict[str, float]]:
     from tasks import settings
 
     settings.apply_defaults()
-    from tasks import servers
+    from tasks.servers import local
 
-    servers.connect()
+    local.connect()
     from flows.training_run import training_run
     from tasks.events import StageEvent, observed
     from tasks.launch import prepare_run

@@ -26,7 +26,7 @@ class Server:
 def prefect_server(home: Path) -> Iterator[Server]:
     """Start a server whose data lie in `home`, wait until it answers, and stop it at the end."""
     from tasks import settings
-    from tasks.embedded_server import wait_for
+    from tasks.servers.embedded import wait_for
 
     settings.apply_defaults()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an end like any other: nothing started here stays

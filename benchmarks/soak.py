@@ -68,9 +68,10 @@ def main() -> None:
 
 def measure(iterations: int, every: int, server: Server) -> tuple[list[float], list[Row]]:
     """Seconds of each iteration, and a row of measurements after every so many."""
-    from tasks import servers, settings
+    from tasks import settings
+    from tasks.servers import local
 
-    servers.connect()
+    local.connect()
     from flows.training_run import training_run
     from tasks.events import StageEvent, observed
     from tasks.launch import prepare_run

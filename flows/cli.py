@@ -17,7 +17,7 @@ from rl_core.errors import RlstagesError, StageError
 from rl_core.execution import StageName
 from rl_core.recipes import config_json
 from tasks import settings
-from tasks.console import Display, print_end, print_error
+from tasks.display.console import Display, print_end, print_error
 
 app = typer.Typer(
     help="RL post-training of language models as a pipeline of durable stages. With --debug, errors show a traceback.",
@@ -64,7 +64,7 @@ def rerun(
     reset: Annotated[bool, typer.Option("--reset", help="Drop the overrides of earlier reruns.")] = False,
 ) -> None:
     """Execute a stage of a past iteration again; what follows it runs only where its inputs changed."""
-    from tasks.status import check_run
+    from tasks.display.status import check_run
 
     check_run(run, iteration)
     made = _flow(
@@ -85,7 +85,7 @@ def rerun(
 @app.command()
 def status(run: Run) -> None:
     """Where a run stands: iterations, metrics, outputs, seconds."""
-    from tasks.status import print_status
+    from tasks.display.status import print_status
 
     print_status(out, run)
 
@@ -95,7 +95,7 @@ def show(
     run: Run, iteration: Iteration, groups: Annotated[int, typer.Option(min=1, help="Groups per list.")] = 2
 ) -> None:
     """Samples of an iteration with rewards and advantages: its best and its worst groups."""
-    from tasks.status import print_samples
+    from tasks.display.status import print_samples
 
     print_samples(out, run, iteration, groups)
 
@@ -138,10 +138,10 @@ def up(
     detach: Annotated[bool, typer.Option("--detach", help="Leave them running in the background.")] = False,
 ) -> None:
     """Run a Prefect server, MLflow's pages and a worker on this machine until Ctrl-C or `rlstages down`."""
-    from tasks import servers
-    from tasks.server_processes import UpOptions
+    from tasks.servers import local
+    from tasks.servers.processes import UpOptions
 
-    servers.up(out, UpOptions(host, prefect_port, mlflow_port, database_url, limit, detach))
+    local.up(out, UpOptions(host, prefect_port, mlflow_port, database_url, limit, detach))
 
 
 app.registered_commands.extend(operate.app.registered_commands)
@@ -149,7 +149,7 @@ app.registered_commands.extend(operate.app.registered_commands)
 
 def _flow(flow: str, **parameters: Any) -> dict[str, Any]:
     """Call the flow of a name, from the file of that name, in this process with the terminal display around it."""
-    from tasks.servers import connect
+    from tasks.servers.local import connect
 
     with out.status("connecting to Prefect"):
         connect()
@@ -161,7 +161,7 @@ def _flow(flow: str, **parameters: Any) -> dict[str, Any]:
 
 
 def _end(name: str) -> None:
-    from tasks.status import closing_lines
+    from tasks.display.status import closing_lines
 
     print_end(out, closing_lines(name))
 

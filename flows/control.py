@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefect import flow
 
-from tasks import adjustments, pausing
+from tasks.live import adjustments, pausing
 
 
 @flow(name="adjust", flow_run_name="{run}/adjust", persist_result=False)

@@ -7,9 +7,9 @@ from typing import Any
 from prefect import flow
 
 from tasks.evaluate import evaluate
-from tasks.registry import registered_policy
 from tasks.session import open_session
 from tasks.settings import runs_dir, tracking_uri
+from tasks.tracking.registry import registered_policy
 
 
 @flow(name="evaluation", flow_run_name="{model}/{version}", persist_result=False)

@@ -8,6 +8,7 @@ from prefect import flow
 
 from rl_core.manifest import Ref
 from tasks.advantage import advantage
+from tasks.display.summary import publish_summary
 from tasks.evaluate import evaluate
 from tasks.generate import generate
 from tasks.iterations import Position
@@ -15,7 +16,6 @@ from tasks.register import register
 from tasks.score import score
 from tasks.session import current_session
 from tasks.stage import Mode
-from tasks.summary import publish_summary
 from tasks.train import train
 
 

@@ -28,7 +28,7 @@ def fork(
     set_: Sets = [],  # noqa: B006 - typer copies it
 ) -> None:
     """Start a new run from the outputs of another one up to a stage; nothing is copied."""
-    from tasks.lineage import fork
+    from tasks.lineage.forks import fork
 
     fork(run, new, iteration, from_, set_)
     out.print(f"{new} goes on from {run} at iteration {iteration}, {from_}: rlstages run {new}", highlight=False)
@@ -37,7 +37,7 @@ def fork(
 @app.command()
 def delete(run: Run, yes: Yes = False) -> None:
     """Remove a run's folder. Refused while another run refers to it or a process works on it."""
-    from tasks.lineage import check_deletable, delete
+    from tasks.lineage.forks import check_deletable, delete
 
     bytes_ = check_deletable(run)
     if yes or typer.confirm(f"remove run {run}, {bytes_ / 1e9:.2f} GB?"):
@@ -53,7 +53,7 @@ def prune(
     yes: Yes = False,
 ) -> None:
     """List what no iteration, model version or fork of a run needs, and remove it."""
-    from tasks.retention import plan, print_plan, remove
+    from tasks.lineage.retention import plan, print_plan, remove
 
     found = plan(run, keep_trainer_states)
     print_plan(out, run, found)
@@ -81,7 +81,7 @@ def adjust(
     why: Why = "",
 ) -> None:
     """Change settings of a run from its next iteration on, also while it runs. Without --set: list the changes."""
-    from tasks.adjustments import adjust, print_adjustments
+    from tasks.live.adjustments import adjust, print_adjustments
 
     if set_:
         adjust(run, set_, why)
@@ -91,7 +91,7 @@ def adjust(
 @app.command()
 def pause(run: Run, why: Why = "") -> None:
     """Let a run stop before its next iteration until it is resumed."""
-    from tasks.pausing import pause
+    from tasks.live.pausing import pause
 
     pause(run, why)
     out.print(f"{run} stops before its next iteration; `rlstages resume {run}` lets it go on", highlight=False)
@@ -100,7 +100,7 @@ def pause(run: Run, why: Why = "") -> None:
 @app.command()
 def resume(run: Run) -> None:
     """Let a paused run go on."""
-    from tasks.pausing import resume
+    from tasks.live.pausing import resume
 
     resume(run)
     out.print(f"{run} goes on if a process works on it, else start it: rlstages run {run}", highlight=False)
@@ -131,6 +131,6 @@ def doctor(fix: Annotated[bool, typer.Option("--fix", help="Repair what can be r
 @app.command()
 def down() -> None:
     """Stop the servers and the worker that `rlstages up` started here."""
-    from tasks.servers import stop
+    from tasks.servers.local import stop
 
     stop(out)

@@ -12,13 +12,13 @@ from flows.training_run import step
 from rl_core.execution import StageName
 from rl_core.manifest import Ref
 from rl_core.stages import STAGES, stages_from
+from tasks.display.summary import generation_progress
 from tasks.iterations import Position
 from tasks.placement.attempt import perform_attempt
 from tasks.rerun import stages_to_make
 from tasks.session import Session, open_session
 from tasks.settings import runs_dir
 from tasks.stage import Mode, StageResult, load_stage
-from tasks.summary import generation_progress
 
 
 def _name() -> str:

@@ -9,15 +9,16 @@ from prefect import flow, tags
 from flows.iteration import iteration
 from rl_core.errors import RunError
 from rl_core.manifest import Ref
-from tasks.adjustments import publish_adjustments
-from tasks.autoresume import check_attempts
+from tasks.display.summary import generation_progress
 from tasks.evaluate import evaluate
 from tasks.iterations import Position
 from tasks.launch import continue_or_prepare
-from tasks.pausing import wait_while_paused
+from tasks.live.adjustments import publish_adjustments
+from tasks.live.pausing import wait_while_paused
+from tasks.servers.autoresume import check_attempts
 from tasks.session import Session, open_session
 from tasks.settings import runs_dir, without_heartbeat
-from tasks.summary import generation_progress
+from tasks.slots import ITERATION_TAG
 
 
 @flow(name="training-run", flow_run_name="{run}", persist_result=False)
@@ -54,7 +55,7 @@ def step(
 ) -> Position:
     """One iteration from where it starts; returns where the next one starts."""
     # The iteration is over in seconds: its own heartbeat would cost one and say nothing the parent's does not.
-    with tags(f"run:{session.store.name}", f"it:{at.iteration}"), without_heartbeat():
+    with tags(f"run:{session.store.name}", f"{ITERATION_TAG}{at.iteration}"), without_heartbeat():
         made = iteration(session.store.name, at.iteration, at.policy, at.cursor, execute, overrides)
     if (made["run"], made["iteration"]) != (session.store.name, at.iteration):
         raise RunError(

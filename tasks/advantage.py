@@ -12,7 +12,7 @@ from rl_core.engines.base import Progress
 from rl_core.errors import DataError
 from rl_core.schemas import ADVANTAGES, TRAJECTORIES, rewards_schema
 from tasks.stage import Outcome, StageContext, stage
-from tasks.tables import read_table, write_table
+from tasks.storage.tables import read_table, write_table
 from tasks.worker import Services
 
 _KEY = ["group_id", "sample_id"]

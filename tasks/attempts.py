@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.files import read_json, write_json
-from tasks.store import RunStore
+from tasks.storage.files import read_json, write_json
+from tasks.storage.store import RunStore
 
 _KEPT = 200  # newest attempts that are remembered
 

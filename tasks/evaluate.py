@@ -15,7 +15,7 @@ from rl_core.seeds import seed
 from tasks.rollout import Encoded, encode_prompts, environment_of, sample
 from tasks.score import check_sources, score_inputs
 from tasks.stage import Outcome, StageContext, stage
-from tasks.tables import write_table
+from tasks.storage.tables import write_table
 from tasks.worker import Services
 
 

@@ -10,9 +10,9 @@ from rl_core.errors import ConfigError, RunError
 from rl_core.manifest import Ref
 from rl_core.recipes import apply_overrides, build_config, config_json, override_key
 from rl_core.stages import STAGES
-from tasks.adjustment_log import AdjustmentLog
-from tasks.files import folder_digest, read_manifest
-from tasks.store import RunStore
+from tasks.live.adjustment_log import AdjustmentLog
+from tasks.storage.files import folder_digest, read_manifest
+from tasks.storage.store import RunStore
 
 FIXED = ("name", "iterations", "model.source", "execution.threads")
 """Settings of a whole run: a rerun of one iteration cannot change them."""

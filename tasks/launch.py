@@ -15,11 +15,11 @@ from rl_core.errors import ConfigError, ModelError
 from rl_core.manifest import Ref, content_digest
 from rl_core.models import MODELS
 from rl_core.recipes import apply_overrides, build_config, config_json, parse_recipe
-from tasks.adjustments import check_not_adjusted
-from tasks.files import describe, publish_folder, storage_errors
+from tasks.live.adjustments import check_not_adjusted
 from tasks.provenance import code_version
 from tasks.settings import STATE_DIR, runs_dir
-from tasks.store import RunStore
+from tasks.storage.files import describe, publish_folder, storage_errors
+from tasks.storage.store import RunStore
 from tasks.worker import Worker
 
 RECIPES = Path(__file__).resolve().parent.parent / "deployments" / "recipes"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from rl_core.engines.base import Progress
 from rl_core.schemas import DECISIONS
 from rl_core.seeds import seed
-from tasks.gate import Candidate
-from tasks.registry import register_policy
 from tasks.settings import runs_dir
 from tasks.stage import Outcome, StageContext, stage
-from tasks.tables import write_table
-from tasks.tracking import Tracker
+from tasks.storage.tables import write_table
+from tasks.tracking.gate import Candidate
+from tasks.tracking.registry import register_policy
+from tasks.tracking.tracker import Tracker
 
 
 @stage("register")

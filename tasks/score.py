@@ -9,9 +9,9 @@ from rl_core.config import RunConfig
 from rl_core.engines.base import Progress
 from rl_core.errors import RewardContractError, RewardFailedError
 from rl_core.schemas import TRAJECTORIES, rewards_schema
-from tasks.scoring import RowScore
+from tasks.scoring.pool import RowScore
 from tasks.stage import Outcome, StageContext, stage
-from tasks.tables import read_table, write_table
+from tasks.storage.tables import read_table, write_table
 from tasks.worker import Services
 
 _COLUMNS = ["group_id", "sample_id", "prompt_messages", "completion_ids", "truncated", "text", "env_data"]

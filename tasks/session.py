@@ -16,15 +16,15 @@ from rl_core.manifest import FileEntry, Manifest, Ref, content_digest
 from rl_core.stages import Facts
 from tasks.attempts import note_attempt
 from tasks.events import EventKind, StageEvent, tell
-from tasks.files import storage_errors
 from tasks.iterations import Iterations
+from tasks.lineage.trainer_states import retain
 from tasks.placement import check_placement, place, supersede
 from tasks.provenance import code_version, now
 from tasks.slots import free_own_slot
 from tasks.stage import Mode, Outcome, Stage, StageContext, StageResult
-from tasks.store import RunStore
-from tasks.tracking import Tracker, open_tracker
-from tasks.trainer_states import retain
+from tasks.storage.files import storage_errors
+from tasks.storage.store import RunStore
+from tasks.tracking.tracker import Tracker, open_tracker
 from tasks.worker import Worker
 
 _OPEN: dict[str, Session] = {}

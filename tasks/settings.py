@@ -27,7 +27,7 @@ _DEFAULTS = {
     "PREFECT_SERVER_TASKS_TAG_CONCURRENCY_SLOT_WAIT_SECONDS": "2",
     "PREFECT_SERVER_CONCURRENCY_MAXIMUM_CONCURRENCY_SLOT_WAIT_SECONDS": "5",
     "PREFECT_SERVER_SERVICES_REPOSSESSOR_LOOP_SECONDS": "5",
-    # The server calls a run dead after three times as long (`tasks.provision`).
+    # The server calls a run dead after three times as long (`tasks.servers.provision`).
     "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ENABLE_ASYNC_LOGGING": "false",

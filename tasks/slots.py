@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import UUID
 
 from tasks import attempts
-from tasks.embedded_server import answers
 from tasks.events import StageEvent, observed, tell
-from tasks.store import RunStore
+from tasks.servers.embedded import answers
+from tasks.storage.store import RunStore
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -28,6 +28,7 @@ _LIMITS_SECONDS = 30.0
 _PATIENCE_SECONDS = 1.5  # a shorter wait is not worth a word
 _REPEAT_SECONDS = 60.0
 _PAGE = 200
+ITERATION_TAG = "it:"
 _known: tuple[float, frozenset[str]] = (-_LIMITS_SECONDS, frozenset())
 _log = logging.getLogger("rlstages.slots")
 
@@ -84,6 +85,20 @@ def limited_tags(tags: list[str]) -> list[str]:
         with services._cache_lock:
             services._no_limits_cache[names] = True
     return sorted(name.removeprefix("tag:") for name in names & _known[1])
+
+
+@contextmanager
+def lasting_tags() -> Iterator[None]:
+    """Tasks called herein have the tags of their flow, but for the iteration's.
+
+    Prefect keeps a thread and a client (about 1 MiB) for every set of tags it has seen, until the process ends: a tag
+    that changes with every iteration would add as many as there are stages each time.
+    """
+    from prefect.context import TagsContext
+
+    tags = {tag for tag in TagsContext.get().current_tags if not tag.startswith(ITERATION_TAG)}
+    with TagsContext(current_tags=tags):
+        yield
 
 
 @contextmanager

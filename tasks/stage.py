@@ -28,7 +28,7 @@ from rl_core.manifest import FileEntry, Ref
 from rl_core.recipes import build_config, config_json
 from rl_core.section import Section
 from rl_core.stages import STAGES, Facts, StageSpec
-from tasks.files import describe
+from tasks.storage.files import describe
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State, TaskRun
@@ -119,7 +119,7 @@ class StageResult(Section):
 
 
 S = TypeVar("S")
-"""What the work may use: `tasks.worker.Services` in the worker, `tasks.tracking.Tracker` in the flow process."""
+"""What the work may use: `tasks.worker.Services` in the worker, a `Tracker` in the flow process."""
 
 Work = Callable[[StageContext, S, Progress], Outcome]
 
@@ -161,7 +161,7 @@ class Stage(Generic[S]):
     def __call__(self, run: str, iteration: int, mode: Mode = "reuse", **inputs: StageResult | Ref) -> StageResult:
         """Run the stage of one iteration as a Prefect task. `inputs` by name, as in `StageSpec.reads`."""
         from tasks.session import current_session
-        from tasks.slots import outlast_restart, slots_for
+        from tasks.slots import lasting_tags, outlast_restart, slots_for
 
         session = current_session(run)
         execution = session.iterations.config(iteration).execution
@@ -172,7 +172,7 @@ class Stage(Generic[S]):
         )
         refs = {key: (value.ref if isinstance(value, StageResult) else value) for key, value in inputs.items()}
         # A task that returns a state, as "Reused" does, hands out the state itself; `result` opens both kinds alike.
-        with slots_for(session.store, iteration, name, tags):
+        with lasting_tags(), slots_for(session.store, iteration, name, tags):
             result: StageResult = outlast_restart(
                 session.store, lambda: task(run, iteration, mode, refs, return_state=True).result()
             )

@@ -18,16 +18,16 @@ from rl_core.errors import WorkerError
 from rl_core.fingerprint import canonical_json
 from rl_core.manifest import Ref, content_digest
 from rl_core.recipes import build_config, config_json
-from tasks.datasets import read_rows
-from tasks.files import storage_errors, verify
-from tasks.process import ChildProcess, serve
+from tasks.processes.child import ChildProcess, serve
 from tasks.stage import StageContext, load_stage
+from tasks.storage.datasets import read_rows
+from tasks.storage.files import storage_errors, verify
 
 if TYPE_CHECKING:
     from rl_core.engines.learner_torch import TorchLearner
     from rl_core.engines.open import Engines
     from rl_core.models import Policy
-    from tasks.scoring import RewardPool
+    from tasks.scoring.pool import RewardPool
 
 Message = dict[str, Any]
 
@@ -51,7 +51,7 @@ class Services:
 
     def rewards(self, config: RunConfig) -> RewardPool:
         """Reward processes for these rewards; started anew when the rewards or their limits change."""
-        from tasks.scoring import RewardPool
+        from tasks.scoring.pool import RewardPool
 
         execution = config.execution
         rewards = [reward.model_dump(mode="json", exclude={"weight"}) for reward in config.rewards]
@@ -94,7 +94,7 @@ class Services:
 
     def learner(self, ref: Ref, config: RunConfig) -> TorchLearner:
         """A learner at that policy, with the optimizer state of its checkpoint. Raises `ModelError` without one."""
-        from tasks.trainer_states import require_trainer_state
+        from tasks.lineage.trainer_states import require_trainer_state
 
         self.policy(ref, config)
         engines = self.engines(config)

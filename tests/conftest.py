@@ -134,7 +134,7 @@ class Project:
 
     def workers(self) -> list[int]:
         """Process ids of living workers and reward processes of this folder."""
-        kinds = {"tasks.worker", "tasks.reward_process"}
+        kinds = {"tasks.worker", "tasks.scoring.reward_process"}
         return [pid for pid, command in self.processes().items() if kinds & set(command)]
 
 

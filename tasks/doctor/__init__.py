@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tasks.settings import runs_dir
-from tasks.store import RunStore
+from tasks.storage.store import RunStore
 
 Kind = Literal["server", "slot", "flow run", "task run", "schedule", "process", "folder", "mlflow", "disk"]
 

@@ -13,11 +13,11 @@ from rl_core.errors import RlstagesError
 from tasks import attempts
 from tasks.doctor import Finding
 from tasks.launch import MODELS_DIR
-from tasks.ledger import Ledger
-from tasks.process_tree import MARK, PARENT, living, stat
-from tasks.removal import size
+from tasks.lineage.removal import size
+from tasks.processes.tree import MARK, PARENT, living, stat
 from tasks.settings import tracking_uri
-from tasks.store import PLACED, RunStore
+from tasks.storage.store import PLACED, RunStore
+from tasks.tracking.ledger import Ledger
 
 _REPAIR = "rlstages doctor --fix"
 
@@ -82,7 +82,7 @@ def _size(bytes_: int) -> str:
 
 def mlflow(stores: list[RunStore], fix: bool) -> list[Finding]:
     """MLflow runs that say RUNNING although nobody works on their training run."""
-    from tasks.tracking import close_abandoned
+    from tasks.tracking.tracker import close_abandoned
 
     found = []
     try:
@@ -101,9 +101,9 @@ def mlflow(stores: list[RunStore], fix: bool) -> list[Finding]:
 
 def _abandoned(store: RunStore) -> str | None:
     """Id of the run's MLflow run if it says RUNNING and nobody works on the run."""
-    from tasks.mlflow_client import mlflow_errors, open_client
-    from tasks.mlflow_run import find_run
-    from tasks.tracking import EXPERIMENT
+    from tasks.tracking.mlflow_client import mlflow_errors, open_client
+    from tasks.tracking.mlflow_run import find_run
+    from tasks.tracking.tracker import EXPERIMENT
 
     ledger = Ledger(store.path / "tracking.jsonl")
     if not ledger.entries or attempts.is_worked_on(store):

@@ -12,7 +12,7 @@ from uuid import UUID
 from tasks import attempts
 from tasks.doctor import Finding, Kind
 from tasks.slots import Slots, describe_task_run, free_slot, read_slots
-from tasks.store import RunStore
+from tasks.storage.store import RunStore
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -28,7 +28,7 @@ _GONE = "its process is gone (rlstages doctor)"
 
 def server(stores: list[RunStore], fix: bool) -> list[Finding]:
     """All that lies in the Prefect server, if there is one."""
-    from tasks.servers import running_api
+    from tasks.servers.local import running_api
 
     url = os.environ.get("PREFECT_API_URL") or running_api()
     if url is None:
@@ -168,7 +168,7 @@ def _has_ended(client: SyncPrefectClient, task_run: UUID) -> bool:
 
 # -- schedules --------------------------------------------------------------------------------------------------------
 def _schedules() -> list[Finding]:
-    from tasks.provision import schedule_differences
+    from tasks.servers.provision import schedule_differences
 
     found = [Finding("schedule", what, "`rlstages up` deploys the file anew") for what in schedule_differences()]
     return found or [Finding("schedule", "deployed as prefect.yaml says")]

@@ -26,11 +26,11 @@ from typing import Any
 
 from rl_core.engines.base import Progress
 from rl_core.errors import ConfigError, RlstagesError, RunError, StageError
-from tasks.files import read_json, storage_errors, write_json
 from tasks.provenance import code_version
 from tasks.settings import runs_dir
 from tasks.stage import StageContext
-from tasks.store import PLACED, RunStore
+from tasks.storage.files import read_json, storage_errors, write_json
+from tasks.storage.store import PLACED, RunStore
 from tasks.worker import Worker
 
 BEAT_SECONDS = 2.0

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import RunError
-from tasks.files import storage_errors
 from tasks.report.data import RunData
+from tasks.storage.files import storage_errors
 
 
 def write_report(run: str, output: Path | None = None) -> Path:

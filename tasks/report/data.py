@@ -19,11 +19,11 @@ from rl_core.manifest import Manifest
 from rl_core.parent import Parent
 from rl_core.schemas import EVALUATION, KEY, TRAJECTORIES, rewards_schema
 from rl_core.stages import STAGES
-from tasks.adjustment_log import Adjustment, AdjustmentLog
+from tasks.display.status import first_evaluation, manifests, open_run
 from tasks.iterations import Iterations
-from tasks.status import first_evaluation, manifests, open_run
-from tasks.store import RunStore
-from tasks.tables import read_table
+from tasks.live.adjustment_log import Adjustment, AdjustmentLog
+from tasks.storage.store import RunStore
+from tasks.storage.tables import read_table
 
 Table = dict[str, list[Any]]
 

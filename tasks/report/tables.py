@@ -10,8 +10,8 @@ from typing import Any
 from rl_core.metrics import METRICS, glossary_entry
 from rl_core.recipes import build_config
 from rl_core.stages import STAGES
+from tasks.display.summary import number
 from tasks.report.data import Made, RunData, Table
-from tasks.summary import number
 
 _SHORT = 12
 

@@ -16,9 +16,9 @@ import polars as pl
 from rl_core.counterfactual import COLUMNS, Effect, effect
 from rl_core.errors import ConfigError, RunError
 from rl_core.recipes import override_key
+from tasks.display.status import open_run
 from tasks.rescore.printing import print_comparison
 from tasks.rescore.tables import Rescorer
-from tasks.status import open_run
 
 __all__ = ["SETTINGS", "Rescoring", "print_comparison", "rescore"]
 

@@ -15,13 +15,13 @@ from rl_core.fingerprint import canonical_json
 from rl_core.manifest import Manifest, Ref
 from rl_core.recipes import apply_overrides, build_config, config_json
 from rl_core.schemas import ADVANTAGES, rewards_schema
+from tasks.display.status import manifests
 from tasks.iterations import Iterations
 from tasks.score import check_unscored
-from tasks.scoring import weighted_total
+from tasks.scoring.pool import weighted_total
 from tasks.stage import StageContext, load_stage
-from tasks.status import manifests
-from tasks.store import RunStore
-from tasks.tables import read_table, write_table
+from tasks.storage.store import RunStore
+from tasks.storage.tables import read_table, write_table
 from tasks.worker import Services
 
 _KEY = ["group_id", "sample_id"]

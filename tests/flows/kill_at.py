@@ -17,7 +17,7 @@ from typing import Any
 
 from flows import cli
 from tasks.session import Session
-from tasks.store import RunStore
+from tasks.storage.store import RunStore
 
 point, stage, iteration = sys.argv[1], sys.argv[2], int(sys.argv[3])
 

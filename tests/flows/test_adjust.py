@@ -15,9 +15,9 @@ import httpx
 import polars as pl
 import pytest
 
-from tasks.adjustments import adjust
-from tasks.mlflow_client import open_client
-from tasks.pausing import pause
+from tasks.live.adjustments import adjust
+from tasks.live.pausing import pause
+from tasks.tracking.mlflow_client import open_client
 from tests.flows.test_kill import digests
 
 # MLflow 3.17 sets up its own tables with a loader option that SQLAlchemy 2.1 has deprecated.

@@ -67,7 +67,7 @@ class Killer:
         holder = self.lock_holder(run)
         if kind == "flow" or holder is None:
             return holder
-        module = {"worker": "tasks.worker", "reward": "tasks.reward_process"}[kind]
+        module = {"worker": "tasks.worker", "reward": "tasks.scoring.reward_process"}[kind]
         return next((p for p in self.project.workers() if module in command(p)), None)
 
     def strike(self, run: str, is_over: Callable[[], bool]) -> str | None:

@@ -15,9 +15,9 @@ from prefect.client.schemas.schedules import CronSchedule
 from ruamel.yaml import YAML
 
 from rl_core.errors import ConfigError
-from tasks.deployments import PREFECT_FILE, PrefectFile, deploy, read_file, schedule_differences
 from tasks.launch import resolve_config
-from tasks.provision import QUEUES, create_pool
+from tasks.servers.deployments import PREFECT_FILE, PrefectFile, deploy, read_file, schedule_differences
+from tasks.servers.provision import QUEUES, create_pool
 
 pytestmark = pytest.mark.slow
 

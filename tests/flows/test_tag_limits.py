@@ -8,9 +8,10 @@ import httpx
 import pytest
 
 SCRIPT = """
-from tasks import servers, settings
+from tasks.servers import local
+from tasks import settings
 settings.apply_defaults()
-servers.connect()
+local.connect()
 from prefect.concurrency import services
 from tasks import slots
 slots._PAGE = 2
@@ -34,3 +35,25 @@ def test_a_limited_tag_is_still_asked_for(project: Any) -> None:
     finally:
         for name in names:
             httpx.delete(f"{url}{name}")
+
+
+THREADS = """
+import sys, threading
+from flows import cli
+try:
+    cli.main()
+finally:
+    print("threads:", sum(thread.name.startswith("ConcurrencySlot") for thread in threading.enumerate()))
+"""
+
+
+@pytest.mark.slow
+def test_threads_do_not_grow_with_iterations(project: Any) -> None:
+    """Prefect keeps one for every set of tags it is asked for: one a stage, not one a stage and iteration."""
+    sets = ["--set", "iterations=4", "--set", "generate.prompts_per_iteration=1", "--set", "evaluate.problems=1"]
+    script = project.folder / "count.py"
+    script.write_text(THREADS)
+    output = project.call("run", "smoke", *sets, driver=script)
+    assert output.splitlines()[-1] == "threads: 7", (
+        "six stages, and the evaluation of the base model outside iterations"
+    )

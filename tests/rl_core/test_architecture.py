@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_LINES, MAX_FLOW_LINES, MAX_FUNCTION_LINES = 250, 80, 50
-IN_CHILD = {"tasks.policy_pyfunc"}
+IN_CHILD = {"tasks.tracking.policy_pyfunc"}
 """Runs in a process of its own, where the model is."""
 
 

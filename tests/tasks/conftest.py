@@ -20,11 +20,11 @@ from rl_core.manifest import Manifest, Ref, content_digest
 from rl_core.recipes import build_config
 from rl_core.schemas import TRAJECTORIES
 from rl_core.stages import STAGES
-from tasks.files import describe
 from tasks.iterations import Iterations, Position
 from tasks.stage import StageContext
-from tasks.store import RunStore
-from tasks.tables import write_table
+from tasks.storage.files import describe
+from tasks.storage.store import RunStore
+from tasks.storage.tables import write_table
 from tasks.worker import Services, _handle, _inspect
 
 Row = dict[str, Any]

@@ -17,8 +17,8 @@ import pytest
 
 from tasks import attempts, doctor
 from tasks.doctor import checks
-from tasks.process_tree import MARK, PARENT
-from tasks.store import RunStore
+from tasks.processes.tree import MARK, PARENT
+from tasks.storage.store import RunStore
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_which_attempts_are_over(folder: Path) -> None:
     assert attempts.past(run).flow_runs == over.flow_runs, "looking must not take the lock"
 
 
-LOOKER = "import sys; from tasks import attempts; from tasks.store import RunStore; from pathlib import Path\n"
+LOOKER = "import sys; from tasks import attempts; from tasks.storage.store import RunStore; from pathlib import Path\n"
 LOOKER += "while True: attempts.is_worked_on(RunStore(Path(sys.argv[1]), 'run'))"
 
 

@@ -12,8 +12,8 @@ from rl_core.config import RunConfig
 from rl_core.errors import ConfigError, RunError
 from rl_core.manifest import Ref
 from rl_core.stages import STAGES
-from tasks.files import read_json
 from tasks.iterations import Position
+from tasks.storage.files import read_json
 
 
 def config(**changes: Any) -> RunConfig:

@@ -15,8 +15,8 @@ import pytest
 from rl_core.errors import ConfigError, DataError, ModelError, WorkerError
 from rl_core.manifest import Ref, content_digest
 from tasks import launch
-from tasks.files import describe
-from tasks.store import RunStore
+from tasks.storage.files import describe
+from tasks.storage.store import RunStore
 from tasks.worker import Worker
 
 RECIPE = """

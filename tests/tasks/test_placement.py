@@ -24,11 +24,11 @@ from rl_core.errors import (
     WorkerError,
 )
 from tasks import placement
-from tasks.files import write_json
 from tasks.placement import check_placement, place, runs, supersede
 from tasks.placement.attempt import Attempt, attempts, perform_attempt
 from tasks.stage import StageContext
-from tasks.store import RunStore
+from tasks.storage.files import write_json
+from tasks.storage.store import RunStore
 
 pytestmark = pytest.mark.slow
 MARK = "0123456789ab" + "c" * 52

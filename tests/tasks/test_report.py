@@ -18,8 +18,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from rl_core.errors import RunError
 from rl_core.manifest import Ref
-from tasks.adjustment_log import Adjustment, AdjustmentLog
 from tasks.iterations import Position
+from tasks.live.adjustment_log import Adjustment, AdjustmentLog
 from tasks.report import samples, write_report
 from tasks.report.samples import spread, token_texts
 

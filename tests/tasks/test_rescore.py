@@ -19,7 +19,7 @@ from rl_core.recipes import build_config, config_json
 from rl_core.stages import STAGES
 from tasks.iterations import Position
 from tasks.rescore import Rescoring, print_comparison, rescore
-from tasks.store import RunStore
+from tasks.storage.store import RunStore
 
 pytestmark = pytest.mark.slow  # nearly every test starts processes for the rewards
 

@@ -15,12 +15,12 @@ import pytest
 from rl_core.errors import StageTimeoutError, WorkerError
 from rl_core.manifest import Ref, content_digest
 from rl_core.recipes import build_config
-from tasks.files import describe, read_json
 from tasks.iterations import Position
 from tasks.provenance import code_version
 from tasks.session import Session, open_session
 from tasks.stage import Mode, StageResult, load_stage
-from tasks.store import RunStore
+from tasks.storage.files import describe, read_json
+from tasks.storage.store import RunStore
 from tasks.worker import Worker
 
 # MLflow 3.17 sets up its own tables with a loader option that SQLAlchemy 2.1 has deprecated.

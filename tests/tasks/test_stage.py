@@ -14,7 +14,7 @@ from rl_core.manifest import Ref
 from rl_core.schemas import ADVANTAGES, TRAIN_STEPS
 from rl_core.stages import STAGES
 from tasks.stage import Outcome, Stage, StageContext, StageResult, _worth_retrying, load_stage
-from tasks.tables import write_table
+from tasks.storage.tables import write_table
 
 ROW = {"group_id": 1, "sample_id": 2, "reward": None, "advantage": 0.5, "keep": True, "drop_reason": None}
 STEP = {"step": 1, "applied": True, "metric": "policy/entropy", "value": 1.0}

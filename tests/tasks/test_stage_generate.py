@@ -13,7 +13,7 @@ from rl_core.environments.base import open_environment
 from rl_core.errors import DataError
 from rl_core.manifest import Ref
 from rl_core.seeds import seed
-from tasks.datasets import read_rows
+from tasks.storage.datasets import read_rows
 
 END = 257
 

@@ -12,7 +12,7 @@ import torch
 from rl_core.errors import CorruptOutputError, DataError, NonFiniteError
 from rl_core.manifest import Ref
 from rl_core.schemas import ADVANTAGES
-from tasks.files import describe
+from tasks.storage.files import describe
 
 Row = dict[str, Any]
 COMPLETIONS = [[65, 66, 67, 257], [70, 71], [80], [], [90, 91, 92], [93, 257], [94, 95], [96]]

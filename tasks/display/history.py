@@ -1,0 +1,40 @@
+"""The metrics of past iterations, as the manifests on disk have them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from rl_core.errors import CorruptOutputError
+from rl_core.manifest import MANIFEST_NAME
+from tasks.storage.files import read_json
+from tasks.storage.store import RunStore
+
+Metrics = dict[str, float | None]
+
+_UNREADABLE = (OSError, CorruptOutputError, KeyError)
+_READ: dict[str, tuple[tuple[int, int], Metrics]] = {}
+"""Metrics by record of an iteration, with the time (ns) and inode of the record: each is read once per process, so that
+the thousandth iteration costs what the tenth does."""
+
+
+def metric_history(store: RunStore, before: int, names: Collection[str]) -> list[Metrics]:
+    """These metrics of the iterations 0 to `before` - 1; of one that is not there or is damaged, none."""
+    return [_metrics(store, iteration, names) for iteration in range(before)]
+
+
+def _metrics(store: RunStore, iteration: int, names: Collection[str]) -> Metrics:
+    path = store.iteration_dir(iteration) / "iteration.json"
+    try:
+        stat = path.stat()
+        key = (stat.st_mtime_ns, stat.st_ino)
+        known = _READ.get(str(path))
+        if known is None or known[0] != key:
+            record: dict[str, Any] = read_json(path)
+            found: dict[str, Any] = {}
+            for made in record["stages"].values():
+                found |= read_json(store.path / made["folder"] / MANIFEST_NAME)["metrics"]
+            known = _READ[str(path)] = key, {name: found[name] for name in names if name in found}
+        return known[1]
+    except _UNREADABLE:
+        return {}

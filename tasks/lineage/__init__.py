@@ -1,0 +1,1 @@
+"""Which run goes back to which, and what nothing needs any more."""

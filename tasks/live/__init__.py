@@ -1,0 +1,1 @@
+"""Changing, pausing and resuming a run that is under way."""

@@ -1,0 +1,1 @@
+"""Child processes with real time limits and no survivors."""

@@ -1,0 +1,1 @@
+"""Prefect's server, MLflow's pages and a worker on this machine."""

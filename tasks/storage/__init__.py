@@ -1,0 +1,1 @@
+"""The run folder: complete or garbage; Parquet by declared schema."""

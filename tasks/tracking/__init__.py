@@ -1,0 +1,1 @@
+"""MLflow: metrics and data links of a run, versions and the champion's gate."""
