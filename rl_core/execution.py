@@ -37,9 +37,7 @@ class ExecutionConfig(Section):
     """Retries per stage; a stage not named has one."""
     retry_delay_seconds: float = Field(default=1.0, ge=0)
     """Pause before a retry."""
-    placement: dict[StageName, Annotated[str, Field(pattern=r"^deployment:[^/\s]+/[^/\s]+$")]] = Field(
-        default_factory=dict
-    )
+    placement: dict[StageName, Placement] = Field(default_factory=dict)
     """Where a stage runs: `deployment:<flow>/<deployment>` hands it to that Prefect deployment, which any worker of
     its work queue executes; a stage not named runs in this run's own worker."""
     keep_trainer_states: int | None = Field(default=None, ge=1)

@@ -13,6 +13,8 @@ from pydantic import ValidationError
 from rl_core.config import RewardConfig, RunConfig
 from rl_core.errors import ConfigError
 
+MAX_OVERRIDE_CHARACTERS = 65_536
+
 
 def parse_recipe(text: str, where: str) -> dict[str, Any]:
     """TOML text as plain data. Raises `ConfigError` with the line of a syntax error."""
@@ -45,6 +47,13 @@ def apply_overrides(data: dict[str, Any], overrides: list[str]) -> dict[str, Any
     """A copy of `data` with each `a.b.c=value` applied; list items go by index or, for rewards, by name."""
     result = copy.deepcopy(data)
     for override in overrides:
+        if len(override) > MAX_OVERRIDE_CHARACTERS:
+            raise ConfigError(
+                f"the override of {override_key(override)[:80]} is too long",
+                expected=f"at most {MAX_OVERRIDE_CHARACTERS:,} characters: overrides go through Prefect and MLflow",
+                got=f"{len(override):,} characters",
+                todo="put the data into a file and give its path, as the environment `dataset` takes it",
+            )
         path, equals, text = override.partition("=")
         if not equals or not path.strip():
             raise ConfigError(
@@ -95,7 +104,10 @@ def build_config(data: dict[str, Any], where: str) -> RunConfig:
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:
-        lines = [_explain(item) for item in error.errors(include_url=False)]
+        found = error.errors(include_url=False)
+        # A list whose items are wrong is also told to be too short: said only where it is the whole truth.
+        inner = {item["loc"][:n] for item in found for n in range(len(item["loc"]))}
+        lines = [_explain(item) for item in found if item["type"] != "too_short" or item["loc"] not in inner]
         raise ConfigError(f"{where} is not a valid run config", details="\n".join(f"  {x}" for x in lines)) from error
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 from pydantic import BaseModel, ValidationError
 
@@ -103,6 +105,50 @@ def test_unknown_keys_are_refused_in_every_section(path: str) -> None:
 def test_values_out_of_bounds_are_refused_by_name(setting: str) -> None:
     path = setting.partition("=")[0]
     assert path.removesuffix(".sample") in refusal(setting)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("iterations=true", "iterations: Input should not be true or false (got true)"),
+        ("seed=false", "seed: Input should not be true or false (got false)"),
+        ("learner.lr=true", "learner.lr: Input should not be true or false"),
+        ("learner.betas=[true, 0.9]", "learner.betas: Input should not be true or false"),
+        ("algorithm.clip_low=false", "algorithm.clip_low: Input should not be true or false"),
+        ("algorithm.overlong={buffer_tokens=true}", "algorithm.overlong.buffer_tokens: Input should not be true"),
+        ("rewards.0.weight=true", "rewards.0.weight: Input should not be true or false"),
+        ("execution.retries.train=true", "execution.retries: Input should not be true or false"),
+        ("execution.tags.train=[true]", "execution.tags: Input should not be true or false"),
+        ("evaluate.greedy=maybe", "evaluate.greedy: Input should be a valid boolean"),
+        (f"seed={2**70}", "seed: Input should be less than 9223372036854775808"),
+        ("algorithm.kl.coef=nan", "algorithm.kl.coef: Input should be a finite number"),
+    ],
+)
+def test_a_value_that_python_or_json_would_bend_is_refused(setting: str, words: str) -> None:
+    """C81: true is no number, 2**70 is no JSON integer, NaN would be sent as null; each is refused once, by name."""
+    found = refusal(setting)
+    assert words in found and found.count("\n  ") == 1, found
+
+
+def test_values_of_numpy_and_numbers_as_text() -> None:
+    """C81: what another program hands over is the plain number it means, or refused; also in free parameters."""
+    params = {"a": np.int64(3), "list": (np.int32(4), True)}
+    data = BASE | {"seed": np.int64(3), "iterations": np.uint8(4), "learner": {"lr": "1e-6", "eps": np.float32(0.5)}}
+    found = build_config(data | {"environment": {"kind": "k", "params": params}}, "r")
+    assert (found.seed, type(found.seed), found.iterations) == (3, int, 4)
+    assert (found.learner.lr, found.learner.eps, type(found.learner.eps)) == (1e-6, 0.5, float)
+    assert json.dumps(found.environment.params) == '{"a": 3, "list": [4, true]}'
+    for path, value in [("model", {"source": Path("/x")}), ("environment", {"kind": "k", "params": {"p": Path("/x")}})]:
+        with pytest.raises(ConfigError, match=f"{path}\\.(source|params.p): "):
+            build_config(BASE | {path: value}, "r")
+
+
+def test_bulk_data_is_no_override() -> None:
+    """C81: Prefect refuses parameters of 512 KiB; long before, the run asks for a file."""
+    text = "a prompt " * 66_667
+    found = refusal(f"environment.params.prompts=['{text}']")
+    assert "the override of environment.params.prompts is too long" in found and "600,0" in found
+    assert "give its path" in found
 
 
 @pytest.mark.parametrize(
