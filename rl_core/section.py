@@ -29,8 +29,10 @@ def _has_no_bools(section: type[Section], field: str) -> bool:
 
 
 def _kinds(annotation: Any) -> set[Any]:
-    """A type and all that it is made of."""
-    return {annotation}.union(*(_kinds(part) for part in get_args(annotation) if not isinstance(part, (str, int))))
+    """A type and all that it is made of; of literal values, their types."""
+    if isinstance(annotation, (str, int)):
+        return {type(annotation)}
+    return {annotation}.union(*(_kinds(part) for part in get_args(annotation)))
 
 
 def _plain(value: Any, bools: bool) -> Any:

@@ -17,7 +17,7 @@ from rl_core.stages import Facts
 from tasks.attempts import note_attempt
 from tasks.events import EventKind, StageEvent, tell
 from tasks.iterations import Iterations
-from tasks.lineage.trainer_states import retain
+from tasks.lineage.trainer_states import Retention
 from tasks.placement import check_placement, place, supersede
 from tasks.provenance import code_version, now
 from tasks.slots import free_own_slot
@@ -41,11 +41,12 @@ class Session:
         self.worker_seconds = 0.0
         self._facts: dict[str, Facts] = {}
         self.iterations = Iterations(store, self.config, self.base_model)
+        self._retention = Retention(store)
         self._tracker: Tracker | None = None
 
     def end_iteration(self, iteration: int) -> None:
         self.iterations.end(iteration)
-        retain(self.store, self.iterations.config(iteration), iteration)
+        self._retention.retain(self.iterations.config(iteration), iteration)
         tell(StageEvent("completed", self.store.name, iteration))
 
     # -- stages -------------------------------------------------------------------------------------------------------

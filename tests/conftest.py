@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import signal
@@ -109,6 +110,12 @@ class Project:
 
     def run_folder(self, run: str) -> Path:
         return self.folder / "runs" / run
+
+    def digests(self, run: str) -> dict[str, str]:
+        """sha256 of every Parquet file, weight and trainer file of a run, by path below its folder."""
+        folder, records = self.run_folder(run), ("manifest.json", "iteration.json")
+        made = sorted(path for path in folder.glob("iterations/**/*") if path.is_file() and path.name not in records)
+        return {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in made}
 
     def wait_for(self, path: Path, process: subprocess.Popen[str]) -> None:
         """Wait until a process that was started here has made a file or folder."""

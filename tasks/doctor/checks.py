@@ -20,6 +20,7 @@ from tasks.storage.store import PLACED, RunStore
 from tasks.tracking.ledger import Ledger
 
 _REPAIR = "rlstages doctor --fix"
+_SILENT_SECONDS = 600.0  # who works on a placed attempt says so every few seconds
 
 
 def processes(fix: bool) -> list[Finding]:
@@ -54,11 +55,12 @@ def folders(stores: list[RunStore], fix: bool) -> list[Finding]:
     places = [store.path for store in stores if not attempts.is_worked_on(store)]
     stale = [path for place in places for path in sorted(place.rglob("*.partial-*")) if _is_stale(path)]
     stale += [path for path in sorted(MODELS_DIR.glob("*.partial-*")) if _is_stale(path)]
+    silent = [path for place in places for path in sorted(place.glob(f"iterations/*/*/{PLACED}*")) if _is_silent(path)]
+    left = [(path, "left half-written") for path in stale if not any(other in path.parents for other in stale)]
+    left += [(path, "placed on another worker, where nobody works on it") for path in silent]
     found = []
-    for path in stale:
-        if any(other in path.parents for other in stale):
-            continue
-        finding = Finding("folder", f"{_short(path)}: left half-written, {_size(size(path))}", f"{_REPAIR} removes it")
+    for path, how in left:
+        finding = Finding("folder", f"{_short(path)}: {how}, {_size(size(path))}", f"{_REPAIR} removes it")
         found.append(finding)
         if fix:
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
@@ -70,6 +72,13 @@ def _is_stale(path: Path) -> bool:
     pid = path.name.rpartition("-")[2]
     placed = any(part.startswith(PLACED) for part in path.parts)  # made by another machine, which may be at it
     return pid.isdigit() and not placed and stat(int(pid)) is None
+
+
+def _is_silent(attempt: Path) -> bool:
+    """A placed attempt without a reply, that a run which goes on could take, and for long without a sign of life."""
+    signs = [attempt, attempt / "request.json", attempt / "progress.json"]
+    newest = max(path.stat().st_mtime for path in signs if path.exists())
+    return not (attempt / "reply.json").exists() and time.time() - newest > _SILENT_SECONDS
 
 
 def _short(path: Path) -> Path:

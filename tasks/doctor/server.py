@@ -44,7 +44,7 @@ def server(stores: list[RunStore], fix: bool) -> list[Finding]:
         with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 1}), SyncPrefectClient(url) as client:
             flows, tasks = _zombies(client, stores)
             slots = _slots(client, stores, {task.id for task in tasks}, fix)
-            return [*slots, *_runs(client, flows, tasks, fix), *_schedules()]
+            return [*slots, *_runs(client, flows, tasks, fix), *_pending(client, fix), *_schedules()]
     except HTTPError as error:
         what = f"the Prefect server at {url} does not answer: {type(error).__name__}"
         return [Finding("server", what, "start it with `rlstages up`, or mend PREFECT_API_URL")]
@@ -119,6 +119,30 @@ def _runs(client: SyncPrefectClient, flows: list[FlowRun], tasks: list[TaskRun],
             set_state(id_, Crashed(message=_GONE), force=True)
             found[-1].repaired = True
     return found or [Finding("flow run", "no flow run of this folder runs without its process")]
+
+
+def _pending(client: SyncPrefectClient, fix: bool) -> list[Finding]:
+    """Flow runs of the local pool that a worker took and then died, before their process was started.
+
+    Nothing else ends them, and each holds the slot of its deployment: with CANCEL_NEW all later ones are cancelled.
+    """
+    from prefect.client.schemas.filters import FlowRunFilter, WorkPoolFilter
+    from prefect.states import AwaitingRetry
+
+    from tasks.servers.provision import POOL
+
+    pool = WorkPoolFilter.model_validate({"name": {"any_": [POOL]}})
+    state = FlowRunFilter.model_validate({"state": {"type": {"any_": ["PENDING"]}}})
+    found = []
+    for flow in client.read_flow_runs(flow_run_filter=state, work_pool_filter=pool, limit=_PAGE):
+        seconds = time.time() - _since(flow)
+        if seconds > _STARTING_SECONDS:
+            what = f"{flow.name} ({flow.id}) is pending since {seconds / 60:.0f} min: its worker is gone"
+            found.append(Finding("flow run", what, f"{_REPAIR} schedules it again"))
+            if fix:
+                client.set_flow_run_state(flow.id, AwaitingRetry(message="its worker was gone (rlstages doctor)"))
+                found[-1].repaired = True
+    return found
 
 
 # -- slots ------------------------------------------------------------------------------------------------------------

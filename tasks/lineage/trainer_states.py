@@ -70,15 +70,26 @@ class _Line:
         return self._known[iteration]
 
 
+def _states(store: RunStore, iteration: str = "[0-9]*") -> set[Path]:
+    """Checkpoints that have an optimizer state, or a part of one."""
+    return {trainer.parent for trainer in store.path.glob(f"iterations/{iteration}/train/*/{TRAINER}")}
+
+
 def removable_states(
-    store: RunStore, keep: int | None, champions: set[str], *, ended: int | None = None, superseded: bool = True
+    store: RunStore,
+    keep: int | None,
+    champions: set[str],
+    *,
+    among: set[Path] | None = None,
+    ended: int | None = None,
+    superseded: bool = True,
 ) -> list[Removal]:
     """Optimizer states to remove; without `keep` only what an earlier removal left behind when it was killed."""
     line = _Line(store, keep or 1, ended)
     forked: set[Path] | None = None
     found = []
-    for trainer in sorted(store.path.glob(f"iterations/[0-9]*/train/*/{TRAINER}")):
-        folder = trainer.parent
+    for folder in sorted(_states(store) if among is None else among):
+        trainer = folder / TRAINER
         manifest = read_manifest(folder) if is_output(folder) else None
         if manifest is None:
             continue
@@ -96,25 +107,41 @@ def removable_states(
     return found
 
 
-def retain(store: RunStore, config: RunConfig, iteration: int) -> list[Removal]:
-    """Keep the optimizer states that `execution.keep_trainer_states` asks for, when an iteration has ended.
+class Retention:
+    """Keeps the optimizer states of an open run that `execution.keep_trainer_states` asks for, and removes the others.
 
-    While MLflow cannot say which policy is the champion, nothing is removed; the next iteration makes up for it. Only
-    under the run's lock.
+    All iterations are looked through once; from then on only the states that were left and the newest, so that the
+    thousandth iteration costs what the tenth does.
     """
-    keep = config.execution.keep_trainer_states
-    if keep is None or not removable_states(store, keep, set(), ended=iteration, superseded=False):
-        return []
-    try:
-        champion = champion_digest(tracking_uri(), config.model_name)
-    except StageError as error:
-        _log.warning("optimizer states are kept for now: %s", error.message)
-        return []
-    with lineage_lock(store.path.parent):
-        found = removable_states(store, keep, {champion} if champion else set(), ended=iteration, superseded=False)
-        for item in found:
-            take_away(item)
-    return found
+
+    def __init__(self, store: RunStore) -> None:
+        self._store = store
+        self._left: set[Path] | None = None
+
+    def retain(self, config: RunConfig, iteration: int) -> list[Removal]:
+        """Call it when an iteration has ended, under the run's lock.
+
+        While MLflow cannot say which policy is the champion, nothing is removed; the next iteration makes up for it.
+        """
+        keep, store = config.execution.keep_trainer_states, self._store
+        if keep is None:
+            return []
+        new = store.iteration_dir(iteration).name if self._left is not None else "[0-9]*"
+        self._left = (self._left or set()) | _states(store, new)
+        if not removable_states(store, keep, set(), among=self._left, ended=iteration, superseded=False):
+            return []
+        try:
+            champion = champion_digest(tracking_uri(), config.model_name)
+        except StageError as error:
+            _log.warning("optimizer states are kept for now: %s", error.message)
+            return []
+        champions = {champion} if champion else set()
+        with lineage_lock(store.path.parent):
+            found = removable_states(store, keep, champions, among=self._left, ended=iteration, superseded=False)
+            for item in found:
+                take_away(item)
+                self._left.discard(item.path)
+        return found
 
 
 def require_trainer_state(folder: Path) -> None:

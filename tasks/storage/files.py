@@ -127,7 +127,7 @@ def storage_errors(folder: Path) -> Iterator[None]:
         free = shutil.disk_usage(_existing(folder)).free
         raise StorageError(
             f"cannot write below {folder}: {os.strerror(number)}",
-            got=f"{free / 2**20:,.0f} MiB free",
+            got=f"{free / 2**20:,.1f} MiB free",
             todo="free some space and run again; finished stages are kept",
         ) from error
 

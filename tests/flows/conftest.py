@@ -92,3 +92,14 @@ def server(own_server: OwnServer) -> OwnServer:
 def at_own_server(server: OwnServer, tmp_path: Path, new_project_at: Callable[..., Any]) -> Any:
     """A project folder whose Prefect server is that one."""
     return new_project_at(server.api, tmp_path / "project")
+
+
+@pytest.fixture(scope="session")
+def quiet_smoke(tmp_path_factory: pytest.TempPathFactory, new_project: Callable[[Path], Any]) -> dict[str, str]:
+    """Digests of the smoke run that nobody disturbed."""
+    project = new_project(tmp_path_factory.mktemp("quiet") / "project")
+    project.call("run", "smoke")
+    found: dict[str, str] = project.digests("smoke")
+    assert sum("train" in name and name.endswith("model.safetensors") for name in found) == 2
+    assert sum(name.endswith(".parquet") for name in found) == 2 * 6 + 1
+    return found

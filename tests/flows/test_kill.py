@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +16,9 @@ KILL_AT = Path(__file__).with_name("kill_at.py")
 pytestmark = pytest.mark.slow
 
 
-def digests(run: Path) -> dict[str, str]:
-    """sha256 of every Parquet file, weight and trainer file of a run, by path."""
-    files = [
-        p for p in run.glob("iterations/**/*") if p.is_file() and p.name not in ("manifest.json", "iteration.json")
-    ]
-    return {p.relative_to(run).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(files)}
-
-
-@pytest.fixture(scope="module")
-def quiet(tmp_path_factory: pytest.TempPathFactory, new_project: Callable[[Path], Any]) -> dict[str, str]:
-    """Digests of the smoke run that nobody disturbed."""
-    project = new_project(tmp_path_factory.mktemp("quiet") / "project")
-    project.call("run", "smoke")
-    found = digests(project.run_folder("smoke"))
-    assert sum("train" in name and name.endswith("model.safetensors") for name in found) == 2
-    assert sum(name.endswith(".parquet") for name in found) == 2 * len(STAGES) + 1
-    return found
-
-
 @pytest.mark.parametrize(("point", "iteration"), [("work", 0), ("publish", 1)])
 def test_sigkill_in_every_stage_leaves_no_trace_in_the_result(
-    project: Any, quiet: dict[str, str], point: str, iteration: int
+    project: Any, quiet_smoke: dict[str, str], point: str, iteration: int
 ) -> None:
     """C62, C75: one run killed six times, once in each stage, equals the quiet run byte for byte."""
     for stage in STAGES:
@@ -52,16 +31,16 @@ def test_sigkill_in_every_stage_leaves_no_trace_in_the_result(
         while project.workers() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert project.workers() == [], f"{stage}: the worker outlived its flow"
-        finished = digests(project.run_folder("smoke"))
-        differing = [name for name in finished if ".partial-" not in name and finished[name] != quiet.get(name)]
+        finished = project.digests("smoke")
+        differing = [name for name in finished if ".partial-" not in name and finished[name] != quiet_smoke.get(name)]
         assert differing == [], f"published before the kill in {stage}"
     project.call("run", "smoke")
-    assert digests(project.run_folder("smoke")) == quiet
+    assert project.digests("smoke") == quiet_smoke
     assert list(project.run_folder("smoke").rglob("*.partial-*")) == []
 
 
-def test_worker_killed_from_outside_costs_one_attempt(project: Any, quiet: dict[str, str]) -> None:
+def test_worker_killed_from_outside_costs_one_attempt(project: Any, quiet_smoke: dict[str, str]) -> None:
     """The stage fails with a clear error, its retry starts a new worker, and the run ends as if nothing had been."""
     output = project.call("worker", "train", "1", "run", "smoke", driver=KILL_AT)
     assert "it0001/train failed: tasks.worker" in output and "before it answered" in output
-    assert digests(project.run_folder("smoke")) == quiet
+    assert project.digests("smoke") == quiet_smoke

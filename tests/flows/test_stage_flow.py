@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
@@ -38,12 +37,6 @@ with get_client(sync_client=True) as client:
             parameter_openapi_schema=parameter_schema(stage).model_dump(), enforce_parameter_schema=True,
         )
 """
-
-
-def digests(run: Path) -> dict[str, str]:
-    """sha256 of every Parquet file, weight and trainer file of a run, by path."""
-    made = (p for p in run.glob("iterations/**/*") if p.is_file() and p.name not in ("manifest.json", "iteration.json"))
-    return {p.relative_to(run).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(made)}
 
 
 class Pool:
@@ -155,7 +148,7 @@ def test_placed_stages_survive_their_caller_and_are_executed_once(
 
     plain = new_project(tmp_path / "plain")
     plain.call("run", "smoke", "--set", "iterations=1")
-    assert digests(run) == digests(plain.run_folder("smoke"))
+    assert project.digests("smoke") == plain.digests("smoke")
     assert not list(run.rglob("placed-*"))
 
     flow_runs = {"train": pool.flow_runs("gpu"), "score": pool.flow_runs("cpu")}

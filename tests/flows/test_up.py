@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -132,16 +133,18 @@ def served(
 
 
 @pytest.fixture(scope="module")
-def planned(served: Served) -> str:
-    """A schedule that starts a training run at the next full minute the server sees; path of the schedule."""
+def planned(served: Served) -> tuple[str, datetime]:
+    """A schedule that starts a training run at one full minute, 30 to 90 s from now; its path and that minute."""
     path = f"/deployments/{served.deployment('training-run/train')['id']}/schedules"
     parameters = {"run": "smoke", "overrides": ["name=planned"]}
-    cron = {"schedule": {"cron": "* * * * *", "timezone": "UTC"}, "active": True, "parameters": parameters}
-    [made] = served.request("POST", path, json=[cron]).raise_for_status().json()
-    return f"{path}/{made['id']}"
+    minute = (datetime.now(UTC) + timedelta(seconds=90)).replace(second=0, microsecond=0)
+    cron = {"cron": f"{minute:%M %H %d %m} *", "timezone": "UTC"}
+    schedule = {"schedule": cron, "active": True, "parameters": parameters}
+    [made] = served.request("POST", path, json=[schedule]).raise_for_status().json()
+    return f"{path}/{made['id']}", minute
 
 
-def test_up_makes_everything_once(served: Served, planned: str) -> None:
+def test_up_makes_everything_once(served: Served, planned: tuple[str, datetime]) -> None:
     made = served.everything()
     assert set(made["deployments"]) == DEPLOYMENTS and len(made["deployments"]) == len(DEPLOYMENTS)
     assert made["schedules"] == ["nightly: nightly False", "sweep-orphans: quarter-hourly False", "train: None True"]
@@ -168,7 +171,7 @@ def test_forms_refuse_values_that_do_not_fit(served: Served) -> None:
         assert all(field.get("description") for field in form.values()), (deployment["name"], form)
 
 
-def test_a_schedule_starts_a_run_and_a_killed_process_is_resumed(served: Served, planned: str) -> None:
+def test_a_schedule_starts_a_run_and_a_killed_process_is_resumed(served: Served, planned: tuple[str, datetime]) -> None:
     """SIGKILL of its process is reported once, and the same flow run goes on: without the events of the server.
 
     An automation would learn of the end of a run from a fresh schedule 15 minutes late.
@@ -180,8 +183,10 @@ def test_a_schedule_starts_a_run_and_a_killed_process_is_resumed(served: Served,
         return list(served.post("/flow_runs/filter", deployments=deployments, flow_runs=running))
 
     until(flow_runs, 180, "the schedule starts a run")
-    assert served.request("DELETE", planned).status_code == 204
-    flow_run = str(flow_runs()[0]["id"])
+    [started] = flow_runs()
+    assert datetime.fromisoformat(started["expected_start_time"]) == planned[1]
+    assert served.request("DELETE", planned[0]).status_code == 204
+    flow_run = str(started["id"])
     until((served.project.run_folder("planned") / "iterations/0000/score").exists, 120, "the first iteration")
     [engine] = [pid for pid in processes(flow_run) if b"prefect.engine" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(engine, signal.SIGKILL)

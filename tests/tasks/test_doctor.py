@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -16,8 +17,9 @@ import httpx
 import pytest
 
 from tasks import attempts, doctor
-from tasks.doctor import checks
+from tasks.doctor import checks, server
 from tasks.processes.tree import MARK, PARENT
+from tasks.servers.provision import POOL
 from tasks.storage.store import RunStore
 
 
@@ -74,6 +76,58 @@ def test_half_written_folders_of_the_dead_only(folder: Path, dead_pid: int) -> N
     assert [path.exists() for path in [*stale, file]] == [False] * 3
     assert all(path.exists() for path in kept)
     assert [finding.todo for finding in checks.folders([idle], fix=False)] == [""]
+
+
+def test_placed_attempts_that_nobody_works_on(folder: Path) -> None:
+    """Without a sign of life for ten minutes one goes; with a fresh one, or a reply to be taken, it stays."""
+    idle, busy = store(folder, "idle"), store(folder, "busy")
+    long_ago = time.time() - 700
+    made = {}
+    for name, run, reply, beats in [
+        *(("queued", idle, False, False), ("beating", idle, False, True)),
+        *(("answered", idle, True, False), ("locked", busy, False, False)),
+    ]:
+        attempt = made[name] = run.path / f"iterations/0003/train/placed-{name}"
+        (attempt / "output").mkdir(parents=True)
+        for file in ["request.json"] + ["progress.json"] * beats + ["reply.json"] * reply:
+            (attempt / file).write_text("{}")
+        for path in (attempt / "request.json", attempt):
+            os.utime(path, (long_ago, long_ago))
+    with busy.lock():
+        [what] = todo(checks.folders([idle, busy], fix=False))
+        assert "placed-queued: placed on another worker" in what
+        assert todo(checks.folders([idle, busy], fix=True)) == []
+    assert {name: path.exists() for name, path in made.items()} == {n: n != "queued" for n in made}
+
+
+def test_a_flow_run_that_stays_pending_is_scheduled_again(
+    folder: Path, prefect_api: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its worker died before it had started a process: nothing else ends it, and it holds its deployment's slot."""
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.actions import WorkPoolCreate
+    from prefect.exceptions import ObjectAlreadyExists
+    from prefect.states import Pending
+
+    monkeypatch.setenv("PREFECT_API_URL", prefect_api)
+    with SyncPrefectClient(prefect_api) as client:
+        with contextlib.suppress(ObjectAlreadyExists):
+            client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
+        flow = client.create_flow_from_name(f"pending-{os.getpid()}")
+        here = client.create_deployment(flow, "here", work_pool_name=POOL, entrypoint="flows/none.py:none")
+        elsewhere = client.create_deployment(flow, "elsewhere", entrypoint="flows/none.py:none")
+        runs = {name: client.create_flow_run_from_deployment(of).id for name, of in [("a", here), ("b", elsewhere)]}
+        for flow_run in runs.values():
+            client.set_flow_run_state(flow_run, Pending())
+        told = [finding.what for finding in server.server([], fix=True)]
+        assert not any(str(flow_run) in what for what in told for flow_run in runs.values()), "just taken"
+        monkeypatch.setattr(server, "_STARTING_SECONDS", 0.0)
+        told = [finding.what for finding in server.server([], fix=False)]
+        assert [str(runs["a"]) in what and "is pending" in what for what in told].count(True) == 1
+        assert not any(str(runs["b"]) in what for what in told), "of another pool"
+        assert all(finding.repaired for finding in server.server([], fix=True) if str(runs["a"]) in finding.what)
+        states = {name: client.read_flow_run(flow_run).state for name, flow_run in runs.items()}
+        assert {name: state.name for name, state in states.items() if state} == {"a": "AwaitingRetry", "b": "Pending"}
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from rl_core.stages import STAGES
 from tasks.iterations import Position
 from tasks.lineage.forks import fork
 from tasks.lineage.retention import plan, print_plan, remove
-from tasks.lineage.trainer_states import require_trainer_state, retain
+from tasks.lineage.trainer_states import Retention, require_trainer_state
 from tasks.storage.files import describe, folder_digest, prune_files, read_manifest, verify, write_json
 from tasks.storage.store import RunStore
 from tasks.tracking.gate import complete
@@ -41,6 +41,7 @@ class Runs:
         self.run, self.store = made, made.store
         self.at = Position(0, made.store.base_model(), 0)
         self._database, self._template = database, template
+        self._retention: Retention | None = None
 
     def train(self, k: int, inputs: dict[str, Ref], word: str) -> tuple[Path, Manifest, bool]:
         mark = f"{k}{word}".encode().hex().ljust(64, "0")
@@ -116,10 +117,12 @@ class Runs:
         if alias:
             client.set_registered_model_alias("run", alias, version.version)
 
-    def retain(self, keep: int, ended: int) -> None:
+    def retain(self, keep: int, ended: int, *, same_process: bool = False) -> None:
         config = self.run.config
         execution = config.execution.model_copy(update={"keep_trainer_states": keep})
-        retain(self.store, config.model_copy(update={"execution": execution}), ended)
+        if self._retention is None or not same_process:
+            self._retention = Retention(self.store)
+        self._retention.retain(config.model_copy(update={"execution": execution}), ended)
 
 
 @pytest.fixture
@@ -234,23 +237,51 @@ def test_the_newest_the_champion_and_fork_points_keep_their_states(
     assert plan("run", keep) == [] and runs.run.reopened().resume_position() == at
 
 
-def test_a_run_may_go_on_at_every_end_of_its_line(runs: Runs) -> None:
+@pytest.mark.parametrize("same", [False, True])
+def test_a_run_may_go_on_at_every_end_of_its_line(runs: Runs, same: bool) -> None:
     """A rerun of a past iteration makes a new end; the old end keeps its state until the run has gone on."""
     at = [runs.at]
     for _ in range(4):
         at.append(runs.step(at[-1]))
-        runs.retain(1, ended=at[-1].iteration - 1)
+        runs.retain(1, ended=at[-1].iteration - 1, same_process=same)
     assert runs.states() == ["3"]
     following = runs.step(at[1], "x")
-    runs.retain(1, ended=1)
+    runs.retain(1, ended=1, same_process=same)
     assert runs.states() == ["1x", "3"]
     assert runs.run.reopened().resume_position() == following
     runs.step(at[1])  # put back as it was: reused, and the old line holds again
-    runs.retain(1, ended=1)
+    runs.retain(1, ended=1, same_process=same)
     assert runs.run.reopened().resume_position() == at[4] and "3" in runs.states()
     following = runs.step(runs.step(runs.step(at[1], "x"), "x"), "x")
-    runs.retain(1, ended=3)
+    runs.retain(1, ended=3, same_process=same)
     assert runs.run.reopened().resume_position() == following and "3x" in runs.states()
+
+
+def test_a_long_run_looks_at_few_states_and_forgets_none(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A champion's state goes when another is one, and what was left while MLflow was away goes once it is back."""
+    looked: list[int] = []
+    real = Path.glob
+
+    def counted(self: Path, pattern: str) -> Any:
+        found = list(real(self, pattern))
+        looked.append(len(found) if pattern.endswith("trainer/") else 0)
+        return iter(found)
+
+    monkeypatch.setattr(Path, "glob", counted)
+    left = []
+    for k in range(12):
+        runs.steps(1)
+        if k in (2, 7):
+            runs.register(k, "champion")
+        with monkeypatch.context() as patch:
+            if k in (4, 5):
+                patch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+            looked.clear()
+            runs.retain(2, ended=k, same_process=True)
+            assert sum(looked) == 1, "the state that the iteration has made"
+        left.append([int(state) for state in runs.states()])
+    away = [[2, 3, 4], [2, 3, 4, 5], [2, 5, 6], [6, 7], [7, 8], [7, 8, 9], [7, 9, 10], [7, 10, 11]]
+    assert [sorted(states) for states in left] == [[0], [0, 1], [1, 2], [2, 3], *away]
 
 
 def test_without_its_state_a_checkpoint_serves_everybody_but_a_learner(runs: Runs) -> None:
