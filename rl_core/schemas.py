@@ -137,3 +137,7 @@ def rewards_schema(names: list[str]) -> pa.Schema:
     total = _field("reward", pa.float64(), "weighted sum of the components; null when one is missing", nullable=True)
     status = _field("status", pa.string(), "ok or unscored")
     return pa.schema([*KEY, *columns, total, status])
+
+
+TOTAL_REWARDS = pa.schema([*KEY, rewards_schema([]).field("reward")])
+"""What the score tables of all runs have in common."""

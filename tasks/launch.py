@@ -6,15 +6,17 @@ Every mistake in what a recipe names surfaces here, before anything is written o
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
 
+from rl_core.adjustable import is_adjustable
 from rl_core.config import RunConfig
 from rl_core.errors import ConfigError, ModelError
 from rl_core.manifest import Ref, content_digest
 from rl_core.models import MODELS
-from rl_core.recipes import apply_overrides, build_config, config_json, parse_recipe
+from rl_core.recipes import apply_overrides, build_config, config_json, override_key, parse_recipe
 from tasks.live.adjustments import check_not_adjusted
 from tasks.provenance import code_version
 from tasks.settings import STATE_DIR, runs_dir
@@ -100,6 +102,14 @@ def _how_to_continue(name: str) -> str:
     return f"continue it with `rlstages run {name}`"
 
 
+def _how_to_change(name: str, refused: list[str], overrides: list[str]) -> str:
+    live = [item for item in overrides if is_adjustable(override_key(item))]
+    if all(any(override_key(item).startswith(key) for item in live) for key in refused):
+        sets = " ".join(f"--set {shlex.quote(item)}" for item in live)
+        return f"change it from the next iteration on with `rlstages adjust {name} {sets}`"
+    return _how_to_continue(name)
+
+
 def _change_run(store: RunStore, wanted: RunConfig, overrides: list[str]) -> None:
     """Apply overrides to a run that exists; its own iterations and hardware settings outlive the recipe's."""
     changed = _changes(config_json(store.config()), config_json(wanted))
@@ -109,7 +119,7 @@ def _change_run(store: RunStore, wanted: RunConfig, overrides: list[str]) -> Non
             f"run {store.name!r} exists with another config",
             expected="the same config; only iterations and execution may change",
             got="different: " + ", ".join(refused),
-            todo=f"{_how_to_continue(store.name)}, or add --set name=... for a new run",
+            todo=f"{_how_to_change(store.name, refused, overrides)}, or add --set name=... for a new run",
         )
     config = build_config(apply_overrides(config_json(store.config()), overrides), f"run {store.name}")
     made = len(store.iteration_numbers())

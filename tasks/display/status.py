@@ -13,7 +13,7 @@ from rich.table import Table
 from rl_core.config import RunConfig
 from rl_core.errors import RunError, StageError
 from rl_core.manifest import Manifest
-from rl_core.schemas import ADVANTAGES, TRAJECTORIES, rewards_schema
+from rl_core.schemas import ADVANTAGES, TOTAL_REWARDS, TRAJECTORIES
 from rl_core.stages import STAGES
 from tasks.display.summary import number
 from tasks.iterations import Iterations
@@ -94,12 +94,15 @@ def _status_row(store: RunStore, iteration: int, current: bool) -> list[str]:
     seconds = [m.measured.get("seconds") for m in found.values() if m]
     spent = sum(s for s in seconds if isinstance(s, (int, float)))
     damaged = [name for name, manifest in found.items() if manifest is None]
-    state = "missing" if record is None else "begun" if not record["complete"] else "complete" if current else "stale"
-    if damaged:
-        state = f"damaged: {', '.join(damaged)}"
+    state = f"damaged: {', '.join(damaged)}" if damaged else iteration_state(record, current)
     decision = found.get("register")
     alias = str(decision.state.get("alias", "")) if decision else ""
     return [str(iteration), state, *values, f"{spent:.1f}", alias]
+
+
+def iteration_state(record: dict[str, Any] | None, current: bool) -> str:
+    """In a word; `current` says that all before it are complete too, and that it is made from them."""
+    return "missing" if record is None else "begun" if not record["complete"] else "complete" if current else "stale"
 
 
 def _last_iteration(store: RunStore) -> int:
@@ -108,8 +111,8 @@ def _last_iteration(store: RunStore) -> int:
 
 def print_samples(console: Console, run: str, iteration: int, groups: int) -> None:
     """The groups with the highest and the lowest mean reward, every completion with reward and advantage."""
-    config = check_run(run, iteration)
-    rows = _sample_rows(open_run(run), iteration, config)
+    check_run(run, iteration)
+    rows = _sample_rows(open_run(run), iteration)
     by_group: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
         by_group.setdefault(row["group_id"], []).append(row)
@@ -122,15 +125,14 @@ def print_samples(console: Console, run: str, iteration: int, groups: int) -> No
         _print_group(console, group)
 
 
-def _sample_rows(store: RunStore, iteration: int, config: RunConfig) -> list[dict[str, Any]]:
+def _sample_rows(store: RunStore, iteration: int) -> list[dict[str, Any]]:
     current = manifests(store, iteration)
     made = {name: record for name, record in (store.iteration(iteration) or {})["stages"].items() if name in current}
     if "generate" not in made:
         raise RunError(f"iteration {iteration} of run {store.name!r} has no trajectories yet")
     columns = ["group_id", "sample_id", "prompt_messages", "text", "finish_reason"]
     rows = read_table(store.path / made["generate"]["folder"], TRAJECTORIES).select(columns).to_pylist()
-    later = {"score": rewards_schema([reward.name for reward in config.rewards]), "advantage": ADVANTAGES}
-    for stage, schema in later.items():
+    for stage, schema in (("score", TOTAL_REWARDS), ("advantage", ADVANTAGES)):
         if stage in made:
             table = read_table(store.path / made[stage]["folder"], schema).to_pylist()
             known = {(row["group_id"], row["sample_id"]): row for row in table}

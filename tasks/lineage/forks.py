@@ -11,7 +11,7 @@ import os
 import shutil
 from typing import Any
 
-from rl_core.adjustable import changes
+from rl_core.adjustable import changes, settings
 from rl_core.config import RunConfig
 from rl_core.errors import ConfigError, RunError
 from rl_core.execution import StageName
@@ -122,7 +122,7 @@ def _write(store: RunStore, child: RunStore, point: Parent, config: RunConfig, o
     begun["adjustments"] = AdjustmentLog(child).applying(point.iteration)
     for record in [*records, begun]:
         if record is not begun:
-            record["adjustments"] = [numbers[number] for number in record.get("adjustments", [])]
+            record["adjustments"] = [numbers[old] for old in record.get("adjustments", []) if old in numbers]
         folder = child.iteration_dir(record["iteration"])
         with storage_errors(folder):
             folder.mkdir(parents=True)
@@ -162,9 +162,11 @@ def _inherit_adjustments(
 ) -> dict[int, int]:
     """Take over the live changes in force at the fork point; new number by old number.
 
-    An override of the fork goes before them, so it becomes the last of them where one would overrule it.
+    An override of the fork goes before them, so it becomes the last of them where one would overrule it. A change of a
+    reward that the fork no longer has is left behind.
     """
-    entries = [entry for entry in AdjustmentLog(store).entries if entry.from_iteration <= iteration]
+    there = settings(config)
+    entries = [e for e in AdjustmentLog(store).entries if e.from_iteration <= iteration and e.key in there]
     numbers = {entry.id: number for number, entry in enumerate(entries, 1)}
     log = AdjustmentLog(child)
     if entries:

@@ -17,9 +17,9 @@ from rl_core.errors import RlstagesError
 from rl_core.evaluation import bootstrap_interval, problem_means
 from rl_core.manifest import Manifest
 from rl_core.parent import Parent
-from rl_core.schemas import EVALUATION, KEY, TRAJECTORIES, rewards_schema
+from rl_core.schemas import EVALUATION, TOTAL_REWARDS, TRAJECTORIES
 from rl_core.stages import STAGES
-from tasks.display.status import first_evaluation, manifests, open_run
+from tasks.display.status import first_evaluation, iteration_state, manifests, open_run
 from tasks.iterations import Iterations
 from tasks.live.adjustment_log import Adjustment, AdjustmentLog
 from tasks.storage.store import RunStore
@@ -80,9 +80,9 @@ class RunData:
         done = Iterations(self.store, self.config, self.store.base_model()).complete()
         found = []
         for number in self.store.iteration_numbers():
-            record = self.store.iteration(number) or {}
-            state = "begun" if not record["complete"] else "complete" if number < done else "stale"
-            found.append(Made(number, state, record, manifests(self.store, number)))
+            record = self.store.iteration(number)
+            state = iteration_state(record, number < done)
+            found.append(Made(number, state, record or {}, manifests(self.store, number)))
             damaged = [stage for stage, manifest in found[-1].manifests.items() if manifest is None]
             if damaged:
                 self.notes.append(f"iteration {number}: the output of {', '.join(damaged)} is missing or damaged")
@@ -127,8 +127,7 @@ class RunData:
 
     def _reward_band(self, made: Made) -> tuple[float, float] | None:
         """95% bootstrap interval over groups of the mean task reward; null below two groups."""
-        schema = pa.schema([*KEY, rewards_schema([]).field("reward")])
-        rows = self.rows(self.folder(made, "score"), schema, f"iteration {made.number}, score")
+        rows = self.rows(self.folder(made, "score"), TOTAL_REWARDS, f"iteration {made.number}, score")
         groups: dict[int, list[float]] = {}
         for row in rows:
             if row["reward"] is not None and math.isfinite(row["reward"]):

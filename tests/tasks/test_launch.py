@@ -95,6 +95,9 @@ def test_a_run_that_exists_keeps_what_decides_its_numbers(here: Path, run: RunSt
         launch.prepare_run("mine.toml", overrides)
     assert caught.value.got == "different: learner.lr, rewards, seed"
     assert "rlstages run trial" in caught.value.todo
+    with pytest.raises(ConfigError) as caught:
+        launch.prepare_run("trial", ["learner.lr=0.5", "rewards.last_integer.weight=2"])
+    assert "`rlstages adjust trial --set learner.lr=0.5 --set rewards.last_integer.weight=2`" in caught.value.todo
     assert (run.path / "run.json").read_bytes() == before
     assert launch.prepare_run("mine.toml", []) == launch.prepare_run("trial", []) == "trial"
     assert (run.path / "run.json").read_bytes() == before, "rewritten although nothing changed"

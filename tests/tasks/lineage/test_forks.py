@@ -269,6 +269,26 @@ def test_live_changes_in_force_go_with_the_fork(parent: Any) -> None:
     assert iterations.config(3).learner.eps == 0.3
 
 
+def test_a_live_change_of_a_reward_that_the_fork_replaces_is_left_behind(
+    parent: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.lineage.forks.check_config", lambda *_: None)  # this parent's environment is not real
+    about = {"at": "2026-01-01T00:00:00Z", "by": "somebody", "why": "", "old": 1.0, "from_iteration": 2}
+    entries = [("rewards.last_integer.weight", 2.0), ("learner.lr", 0.2)]
+    AdjustmentLog(parent.store).append(
+        [Adjustment(id=n, key=key, new=new, **about) for n, (key, new) in enumerate(entries, 1)]  # type: ignore[arg-type]
+    )
+    parent.store.write_iteration(2, parent.store.iteration(2) | {"adjustments": [1, 2]})
+    fork("parent", "child", 3, "generate", ["rewards=[{function='math_answer'}]"])
+    child = store_of(parent, "child")
+    assert [(e.id, e.key) for e in AdjustmentLog(child).entries] == [(1, "learner.lr")]
+    assert (child.iteration(2) or {})["adjustments"] == [1]
+    iterations = iterations_of(child)
+    assert iterations.complete() == 3
+    found = iterations.config(3)
+    assert [(r.name, r.weight) for r in found.rewards] == [("math_answer", 1.0)] and found.learner.lr == 0.2
+
+
 def test_a_parent_at_work_can_be_forked_but_not_deleted(parent: Any) -> None:
     with parent.store.lock():
         fork("parent", "child", 1, "generate", [])
