@@ -9,7 +9,7 @@ from prefect import flow, tags
 from flows.iteration import iteration
 from rl_core.errors import RunError
 from rl_core.manifest import Ref
-from tasks.display.summary import generation_progress
+from tasks.display.summary import generation_progress, label_flow_run
 from tasks.evaluate import evaluate
 from tasks.iterations import Position
 from tasks.launch import continue_or_prepare
@@ -31,6 +31,7 @@ def training_run(run: str, overrides: list[str] | None = None) -> dict[str, Any]
     """
     check_attempts(run, overrides or [])
     run = continue_or_prepare(run, overrides or [])
+    label_flow_run(run)
     with open_session(run, runs_dir()) as session, generation_progress():
         position = session.iterations.resume_position()
         began_at = position.iteration

@@ -158,6 +158,15 @@ def metrics_table(results: list[StageResult]) -> list[dict[str, Any]]:
     ]
 
 
+def label_flow_run(run: str) -> None:
+    """Give this flow run the name of the run it works on, which a recipe's is not, and its tag `run:<name>`."""
+    from prefect.client.orchestration import get_client
+    from prefect.runtime import flow_run
+
+    with get_client(sync_client=True) as client:
+        client.update_flow_run(UUID(flow_run.id), name=run, tags={*flow_run.tags, f"run:{run}"})
+
+
 def publish_summary(session: Session, iteration: int, results: list[StageResult]) -> None:
     """Create the iteration's artifacts. Keys name the meaning, so the UI keeps one history per run and key."""
     from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact

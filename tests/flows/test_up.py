@@ -194,6 +194,7 @@ def test_a_schedule_starts_a_run_and_a_killed_process_is_resumed(served: Served,
     found = served.get(f"/flow_runs/{flow_run}")
     states = [state["name"] for state in served.get("/flow_run_states/", flow_run_id=flow_run)]
     assert found["run_count"] == 2 and states.count("Crashed") == 1 and states.count("AwaitingRetry") == 1, states
+    assert found["name"] == "planned" and "run:planned" in found["tags"], found
     assert served.run_json("planned", "iterations/0001/iteration.json")["complete"]
     until(lambda: not processes(flow_run), 10, "its processes are gone")
 
