@@ -17,7 +17,7 @@ from tasks.iterations import Position
 from tasks.placement.attempt import perform_attempt
 from tasks.rerun import stages_to_make
 from tasks.session import Session, open_session
-from tasks.settings import runs_dir
+from tasks.settings import runs_dir, without_heartbeat
 from tasks.stage import Mode, StageResult, load_stage
 
 
@@ -52,7 +52,7 @@ def stage(
     """
     if attempt is not None:
         return perform_attempt(run, iteration, from_stage, attempt)
-    with open_session(run, runs_dir()) as session, generation_progress():
+    with open_session(run, runs_dir()) as session, generation_progress(), without_heartbeat():
         position = session.iterations.position(iteration)
         stages = stages_to_make(session, iteration, from_stage, to_stage, overrides)
         execute = [*stages_from(from_stage)] if force else [from_stage]

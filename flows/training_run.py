@@ -32,7 +32,8 @@ def training_run(run: str, overrides: list[str] | None = None) -> dict[str, Any]
     check_attempts(run, overrides or [])
     run = continue_or_prepare(run, overrides or [])
     label_flow_run(run)
-    with open_session(run, runs_dir()) as session, generation_progress():
+    # An iteration is over in seconds: its own heartbeat would cost one and say nothing the parent's does not.
+    with open_session(run, runs_dir()) as session, generation_progress(), without_heartbeat():
         position = session.iterations.resume_position()
         began_at = position.iteration
         if position.iteration == 0:
@@ -55,8 +56,7 @@ def step(
     session: Session, at: Position, execute: list[str] | None = None, overrides: list[str] | None = None
 ) -> Position:
     """One iteration from where it starts; returns where the next one starts."""
-    # The iteration is over in seconds: its own heartbeat would cost one and say nothing the parent's does not.
-    with tags(f"run:{session.store.name}", f"{ITERATION_TAG}{at.iteration}"), without_heartbeat():
+    with tags(f"run:{session.store.name}", f"{ITERATION_TAG}{at.iteration}"):
         made = iteration(session.store.name, at.iteration, at.policy, at.cursor, execute, overrides)
     if (made["run"], made["iteration"]) != (session.store.name, at.iteration):
         raise RunError(

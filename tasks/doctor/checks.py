@@ -20,6 +20,7 @@ from tasks.storage.store import PLACED, RunStore
 from tasks.tracking.ledger import Ledger
 
 _REPAIR = "rlstages doctor --fix"
+_LARGE_DATABASE_BYTES = 5_000_000_000
 _SILENT_SECONDS = 600.0  # who works on a placed attempt says so every few seconds
 
 
@@ -125,6 +126,7 @@ def _abandoned(store: RunStore) -> str | None:
 def disk(stores: list[RunStore]) -> list[Finding]:
     """Bytes of every run, and whether the next checkpoint fits."""
     found = [Finding("disk", f"run {store.name} uses {_size(size(store.path))}") for store in stores]
+    found += _database()
     place = stores[0].path.parent if stores else Path.cwd()
     free = shutil.disk_usage(place).free
     needs = [(max((size(p) for p in _checkpoints(store)), default=0), store.name) for store in stores]
@@ -134,6 +136,16 @@ def disk(stores: list[RunStore]) -> list[Finding]:
         return [*found, Finding("disk", what, f"free some space, say with `rlstages prune {run}`")]
     more = f", enough for {free // need:,} checkpoints of {run}" if need else ""
     return [*found, Finding("disk", f"{_size(free)} free{more}")]
+
+
+def _database() -> list[Finding]:
+    """Bytes of the Prefect server's SQLite database. It forgets events after a week, flow runs only when told to."""
+    files = list(Path(os.environ.get("PREFECT_HOME", ".")).glob("prefect.db*"))
+    bytes_ = sum(size(path) for path in files)
+    if bytes_ > _LARGE_DATABASE_BYTES:
+        todo = "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED=events,flow_runs removes old flow runs too; or use Postgres"
+        return [Finding("disk", f"the Prefect database has {_size(bytes_)}", todo)]
+    return [Finding("disk", f"the Prefect database has {_size(bytes_)}")] if files else []
 
 
 def _checkpoints(store: RunStore) -> list[Path]:

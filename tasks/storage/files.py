@@ -160,6 +160,11 @@ def write_json(path: Path, data: Any) -> None:
         raise
 
 
+def iteration_name(iteration: int) -> str:
+    """Name of an iteration's folder; -1 is the evaluation of the starting model."""
+    return "base" if iteration < 0 else f"{iteration:04d}"
+
+
 def read_json(path: Path) -> dict[str, Any]:
     try:
         data: dict[str, Any] = json.loads(path.read_bytes())

@@ -29,6 +29,7 @@ from rl_core.parent import Parent
 from rl_core.recipes import build_config
 from tasks.storage.files import (
     folder_digest,
+    iteration_name,
     publish_folder,
     read_json,
     read_manifest,
@@ -131,7 +132,7 @@ class RunStore:
 
     # -- iterations ---------------------------------------------------------------------------------------------------
     def iteration_dir(self, iteration: int) -> Path:
-        return self.path / "iterations" / ("base" if iteration < 0 else f"{iteration:04d}")
+        return self.path / "iterations" / iteration_name(iteration)
 
     def iteration(self, iteration: int) -> dict[str, Any] | None:
         path = self.iteration_dir(iteration) / "iteration.json"

@@ -76,3 +76,14 @@ def test_an_error_of_unknown_type_is_a_stage_error_with_its_message() -> None:
     assert type(back) is StageError
     assert back.message == "new"
     assert from_dict({}).message == "unknown error"
+
+
+def test_a_part_of_any_length_becomes_one_that_can_be_read_and_logged() -> None:
+    """Begin and end stay, the rest is counted; a text that was shortened is not shortened again."""
+    text = "begin" + "x" * 3_000_000 + "the error itself"
+    error = StageError(text, details=text, got="y" * errors.MAX_CHARACTERS)
+    assert len(str(error)) < 100_000 and error.got == "y" * errors.MAX_CHARACTERS
+    for part in (error.message, error.details):
+        assert part.startswith("beginxxx") and part.endswith("xxxthe error itself")
+        assert "\n... 2,985,021 characters left out ...\n" in part
+    assert from_dict(error.to_dict()).to_dict() == error.to_dict()

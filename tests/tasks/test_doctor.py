@@ -171,6 +171,18 @@ def test_disk_that_does_not_hold_the_next_checkpoint(folder: Path, monkeypatch: 
     assert "a checkpoint of large takes" in what
 
 
+def test_a_prefect_database_that_has_grown(folder: Path) -> None:
+    """Events go after a week, flow runs do not; the journal beside the database counts too."""
+    assert not any("database" in finding.what for finding in checks.disk([])), "there is none"
+    (folder / "home").mkdir()
+    for name, size in (("prefect.db", 4_000_000_000), ("prefect.db-wal", 1_100_000_000)):
+        with (folder / "home" / name).open("wb") as file:
+            file.truncate(size)  # takes no room
+        found = checks.disk([])
+        assert len(todo(found)) == (name == "prefect.db-wal")
+    assert todo(found) == ["the Prefect database has 5.10 GB"] and "DB_VACUUM" in found[0].todo
+
+
 def test_which_attempts_are_over(folder: Path) -> None:
     """All but the last; the last too when nobody holds the lock. One flow run may have made several attempts."""
     run = store(folder, "run")
