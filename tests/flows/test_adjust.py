@@ -18,7 +18,6 @@ import pytest
 from tasks.live.adjustments import adjust
 from tasks.live.pausing import pause
 from tasks.tracking.mlflow_client import open_client
-from tests.flows.test_kill import digests
 
 # MLflow 3.17 sets up its own tables with a loader option that SQLAlchemy 2.1 has deprecated.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")]
@@ -96,8 +95,8 @@ def test_live_changes_reach_the_optimizer_and_outlive_a_kill(
     quiet.run_folder(name).mkdir(parents=True)
     shutil.copy(run / "adjustments.jsonl", quiet.run_folder(name))
     quiet.call("run", "smoke", "--set", f"name={name}", "--set", "iterations=4")
-    made = digests(quiet.run_folder(name))
-    assert sum(path.endswith("model.safetensors") for path in made) == 4 and digests(run) == made
+    made = quiet.digests(name)
+    assert sum(path.endswith("model.safetensors") for path in made) == 4 and project.digests(name) == made
 
 
 def check_what_is_shown(project: Any, name: str) -> None:
