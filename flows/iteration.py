@@ -49,11 +49,12 @@ def iteration(
         registered = register(run, iteration, mode("register"), train=trained, evaluate=evaluated)
         results += [evaluated, registered]
     session.end_iteration(iteration)
-    publish_summary(session, iteration, results)
+    summary = publish_summary(session, iteration, results)
     return {
         "run": run,
         "iteration": iteration,
         "policy": trained.ref.model_dump(),
         "cursor": trajectories.state["cursor"],
         "reused": [result.stage for result in results if result.reused],
+        "summary": summary,
     }

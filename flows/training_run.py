@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefect import flow, tags
+from prefect import flow, get_run_logger, tags
 
 from flows.iteration import iteration
 from rl_core.errors import RunError
@@ -64,4 +64,5 @@ def step(
             expected=f"{session.store.name} iteration {at.iteration}",
             got=f"{made['run']} iteration {made['iteration']}",
         )
+    get_run_logger().info("iteration %d of %d: %s", at.iteration + 1, session.config.iterations, made["summary"])
     return Position(at.iteration + 1, Ref.model_validate(made["policy"]), made["cursor"])

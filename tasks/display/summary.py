@@ -167,19 +167,22 @@ def label_flow_run(run: str) -> None:
         client.update_flow_run(UUID(flow_run.id), name=run, tags={*flow_run.tags, f"run:{run}"})
 
 
-def publish_summary(session: Session, iteration: int, results: list[StageResult]) -> None:
-    """Create the iteration's artifacts. Keys name the meaning, so the UI keeps one history per run and key."""
+def publish_summary(session: Session, iteration: int, results: list[StageResult]) -> str:
+    """Create the iteration's artifacts; returns it in a line: headline numbers and the verdict.
+
+    Keys name the meaning, so the UI keeps one history per run and key.
+    """
     from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
 
     name = session.store.name
     about = f"{name}, iteration {iteration}"
     url = session.tracker.run_url()
     page = summary_markdown(session, iteration, results, url)
-    create_markdown_artifact(
-        page, key=f"{name}-summary", description=page.split("\n", 1)[0].strip("# ") + f" ({about})"
-    )
+    verdict = page.split("\n", 1)[0].strip("# ")
+    create_markdown_artifact(page, key=f"{name}-summary", description=f"{verdict} ({about})")
     create_table_artifact(metrics_table(results), key=f"{name}-metrics", description=about)
     create_link_artifact(url, key=f"{name}-mlflow", link_text="MLflow run", description=about)
+    return f"{_headline(merged_metrics(results))}. {verdict}"
 
 
 class GenerateProgress:

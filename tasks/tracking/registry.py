@@ -119,14 +119,16 @@ def _register(tracker: Tracker, candidate: Candidate, config: RegistryConfig) ->
     if version is not None and decision is not None and version.tags["gate"] != "pending":
         return Registration(str(version.version), decision["alias"], False, decision)
     decision = decision or decide(version, champion, candidate, config)
-    tags = tags_of(candidate, config, decision)
+    tags, about = tags_of(candidate, config, decision), f"{candidate.run}, iteration {candidate.iteration}"
+    description = f"{about}: {decision['reason']}"
     created = version is None
     if version is None:
         source = upload_pointer(tracker, candidate.checkpoint, candidate.digest, candidate.max_completion_tokens)
-        client.create_model_version(name, source, run_id=tracker.run_id, tags=tags)
+        client.create_model_version(name, source, run_id=tracker.run_id, tags=tags, description=description)
         version = _find(client, candidate)
         assert version is not None
     else:
+        client.update_model_version(name, str(version.version), description)
         for key, value in tags.items():
             client.set_model_version_tag(name, str(version.version), key, value)
     number = str(version.version)
