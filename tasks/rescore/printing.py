@@ -21,21 +21,21 @@ _SCALE = (
     (-1.0, "rather the other way round"),
 )
 _COLUMNS = (
-    "iteration",
+    "it",
     "reward\nold",
     "\nnew",
-    "rank corr.\nin groups",
+    "ranks\nin group",
     "\nover all",
     "groups\nnew best",
     "\nflip",
     "\nsignal",
-    "completions\nflip",
-    "advantage\nshift",
+    "samples\nflip",
+    "adv.\nshift",
 )
 
 
 def print_comparison(console: Console, result: Rescoring) -> None:
-    """Both tables and a paragraph, readable at 100 columns."""
+    """Both tables and a paragraph, readable at 80 columns."""
     asked = ", ".join(result.overrides) or "the same settings, the rewards' source as it is now"
     console.print(f"[bold]{result.run}[/]  rescored with {escape(asked)}", highlight=False)
     console.print()

@@ -119,8 +119,7 @@ def _register(tracker: Tracker, candidate: Candidate, config: RegistryConfig) ->
     if version is not None and decision is not None and version.tags["gate"] != "pending":
         return Registration(str(version.version), decision["alias"], False, decision)
     decision = decision or decide(version, champion, candidate, config)
-    tags, about = tags_of(candidate, config, decision), f"{candidate.run}, iteration {candidate.iteration}"
-    description = f"{about}: {decision['reason']}"
+    tags, description = tags_of(candidate, config, decision), decision["reason"]
     created = version is None
     if version is None:
         source = upload_pointer(tracker, candidate.checkpoint, candidate.digest, candidate.max_completion_tokens)

@@ -41,6 +41,15 @@ def task_runs(project: Any, flow_run_name: str) -> list[dict[str, Any]]:
     return found
 
 
+def flow_run_log(project: Any, name: str) -> list[str]:
+    """Messages of the training run of that name that executed iterations, in their order."""
+    api = project.env["PREFECT_API_URL"]
+    body: dict[str, Any] = {"flow_runs": {"name": {"any_": [name]}}, "sort": "START_TIME_ASC"}
+    first = httpx.post(f"{api}/flow_runs/filter", json=body).raise_for_status().json()[0]
+    body = {"logs": {"flow_run_id": {"any_": [first["id"]]}}, "sort": "TIMESTAMP_ASC"}
+    return [line["message"] for line in httpx.post(f"{api}/logs/filter", json=body).raise_for_status().json()]
+
+
 def artifacts(project: Any, key: str) -> list[dict[str, Any]]:
     api = project.env["PREFECT_API_URL"]
     body = {"artifacts": {"key": {"any_": [key]}}, "sort": "CREATED_DESC"}
@@ -149,6 +158,10 @@ def test_what_prefect_shows(finished: Any) -> None:
     assert "experiments" in artifacts(finished, f"{run.name}-mlflow")[0]["data"]
     progress = artifacts(finished, f"{run.name}-generate")
     assert progress and float(progress[0]["data"]) == 100.0
+    lines = [line for line in flow_run_log(finished, run.name) if line.startswith("iteration")]
+    assert len(lines) == 2
+    for number, line in enumerate(lines, 1):
+        assert re.fullmatch(rf"iteration {number} of 2: reward 0\.\d+, held-out .*%\)\. [A-Z].*", line), line
 
 
 def test_every_table_opens_with_pyarrow_and_polars(copied: Any) -> None:

@@ -151,6 +151,7 @@ def test_the_gate(folder: Path) -> None:
     assert float(tags["gate_difference"]) == worse.decision["difference"]
     assert float(tags["gate_lower_bound"]) == worse.decision["lower_bound"]
     assert tags["gate_reason"] == worse.decision["reason"]
+    assert versions(tracker.client)[2].description == worse.decision["reason"]
 
 
 def test_repeating_and_old_iterations_move_nothing(folder: Path) -> None:
