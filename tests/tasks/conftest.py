@@ -231,6 +231,31 @@ def run_folder(tmp_path: Path) -> Any:
     return make
 
 
+@pytest.fixture(scope="session")
+def plain_config() -> Any:
+    """Makes the config of a run whose environment is never opened; keywords replace whole sections."""
+    data: dict[str, Any] = {
+        "name": "run",
+        "iterations": 5,
+        "model": {"source": "tiny-random"},
+        "environment": {"kind": "reasoning_gym"},
+        "rewards": [{"function": "last_integer"}],
+    }
+    return lambda **changes: RunConfig.model_validate(data | changes)
+
+
+@pytest.fixture
+def three(run_folder: Any, plain_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The folder of a run with three of five iterations complete, two prompts each; `at` is where it goes on."""
+    monkeypatch.setenv("RLSTAGES_RUNS_DIR", str(tmp_path / "runs"))
+    run = run_folder(plain_config())
+    at = Position(0, run.store.base_model(), 0)
+    for k in range(3):
+        at = run.complete(at, 2 * k + 2)
+    run.at = at
+    return run
+
+
 @pytest.fixture
 def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Makes a module of a user's own rewards; returns its name and its file."""

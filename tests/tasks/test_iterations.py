@@ -8,34 +8,11 @@ from typing import Any
 
 import pytest
 
-from rl_core.config import RunConfig
 from rl_core.errors import ConfigError, RunError
 from rl_core.manifest import Ref
 from rl_core.stages import STAGES
 from tasks.iterations import Position
 from tasks.storage.files import read_json
-
-
-def config(**changes: Any) -> RunConfig:
-    data: dict[str, Any] = {
-        "name": "run",
-        "iterations": 5,
-        "model": {"source": "tiny-random"},
-        "environment": {"kind": "reasoning_gym"},
-        "rewards": [{"function": "last_integer"}],
-    }
-    return RunConfig.model_validate(data | changes)
-
-
-@pytest.fixture
-def three(run_folder: Any) -> Any:
-    """A run with three of five iterations complete, two prompts each."""
-    run = run_folder(config())
-    at = Position(0, run.store.base_model(), 0)
-    for k in range(3):
-        at = run.complete(at, 2 * k + 2)
-    run.at = at
-    return run
 
 
 def made(run: Any, iteration: int, stage: str) -> Path:
@@ -58,8 +35,8 @@ def resume(run: Any) -> Position:
     return found
 
 
-def test_a_new_and_a_finished_run(run_folder: Any) -> None:
-    run = run_folder(config(iterations=2))
+def test_a_new_and_a_finished_run(run_folder: Any, plain_config: Any) -> None:
+    run = run_folder(plain_config(iterations=2))
     start = Position(0, run.store.base_model(), 0)
     assert resume(run) == start
     after = run.complete(run.complete(start, 2), 4)
@@ -148,9 +125,9 @@ def test_an_override_that_does_not_fit_is_refused_before_it_is_written(three: An
     [(1, 3, [0, 1, 2]), (2, 5, [1, 3, 4]), (3, 6, [2, 5]), (9, 2, [1])],
 )
 def test_every_so_many_iterations_and_the_last_are_evaluated(
-    run_folder: Any, every: int, iterations: int, evaluated: list[int]
+    run_folder: Any, every: int, iterations: int, evaluated: list[int], plain_config: Any
 ) -> None:
-    run = run_folder(config(iterations=iterations, evaluate={"every": every}))
+    run = run_folder(plain_config(iterations=iterations, evaluate={"every": every}))
     at = resume(run)
     for k in range(iterations):
         at = run.complete(at, k + 1)

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from rl_core.config import RunConfig
 from rl_core.errors import ConfigError, RunError
 from rl_core.execution import StageName
 from rl_core.manifest import Ref, content_digest
@@ -34,18 +33,11 @@ ORDER: list[StageName] = list(STAGES)
 
 
 @pytest.fixture
-def parent(run_folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def parent(run_folder: Any, plain_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A run with three of five iterations complete, the fourth begun up to advantage, and its base evaluation."""
     monkeypatch.setenv("RLSTAGES_RUNS_DIR", str(tmp_path / "runs"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
-    data = {
-        "name": "parent",
-        "iterations": 5,
-        "model": {"source": "tiny-random"},
-        "environment": {"kind": "reasoning_gym"},
-        "rewards": [{"function": "last_integer"}],
-    }
-    run = run_folder(RunConfig.model_validate(data))
+    run = run_folder(plain_config(name="parent", iterations=5))
     at = Position(0, run.store.base_model(), 0)
     run.publish(-1, "evaluate", "base", {"train": at.policy})
     for k in range(3):

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rl_core.config import RunConfig
 from rl_core.errors import ModelError, RunError, StorageError
 from rl_core.manifest import FileEntry, Manifest, Ref, content_digest
 from rl_core.stages import STAGES
@@ -126,17 +125,12 @@ class Runs:
 
 
 @pytest.fixture
-def runs(run_folder: Any, mlflow_template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+def runs(
+    run_folder: Any, plain_config: Any, mlflow_template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Runs:
     monkeypatch.setenv("RLSTAGES_RUNS_DIR", str(tmp_path / "runs"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
-    data = {
-        "name": "run",
-        "iterations": 9,
-        "model": {"source": "tiny-random"},
-        "environment": {"kind": "reasoning_gym"},
-        "rewards": [{"function": "last_integer"}],
-    }
-    return Runs(run_folder(RunConfig.model_validate(data)), tmp_path / "mlflow.db", mlflow_template)
+    return Runs(run_folder(plain_config(name="run", iterations=9)), tmp_path / "mlflow.db", mlflow_template)
 
 
 def contents(folder: Path) -> dict[str, tuple[int, int, bytes]]:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rl_core.config import RunConfig
 from rl_core.errors import ConfigError, RunError
 from rl_core.manifest import Ref
 from rl_core.recipes import apply_overrides, build_config, config_json
@@ -22,32 +21,10 @@ from tasks.live.adjustments import adjust, adjustments, changes_at, check_not_ad
 from tasks.worker import Services
 
 
-def config(**changes: Any) -> RunConfig:
-    data: dict[str, Any] = {
-        "name": "run",
-        "iterations": 5,
-        "model": {"source": "tiny-random"},
-        "environment": {"kind": "reasoning_gym"},
-        "rewards": [{"function": "last_integer"}],
-        "learner": {"lr": 1e-6},
-    }
-    return RunConfig.model_validate(data | changes)
-
-
 @pytest.fixture
-def run(run_folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def run(run_folder: Any, plain_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("RLSTAGES_RUNS_DIR", str(tmp_path / "runs"))
-    return run_folder(config())
-
-
-@pytest.fixture
-def three(run: Any) -> Any:
-    """Three of five iterations are complete."""
-    at = Position(0, run.store.base_model(), 0)
-    for k in range(3):
-        at = run.complete(at, 2 * k + 2)
-    run.at = at
-    return run
+    return run_folder(plain_config())
 
 
 def lrs(iterations: Iterations) -> list[float]:
@@ -186,9 +163,9 @@ for number in range(1, 41):
 """
 
 
-def test_another_process_adjusts_while_iterations_begin(run_folder: Any, tmp_path: Path) -> None:
+def test_another_process_adjusts_while_iterations_begin(run_folder: Any, tmp_path: Path, plain_config: Any) -> None:
     """No change falls between an iteration's config and its record, and the run's lock is not needed to adjust."""
-    run = run_folder(config(iterations=200))
+    run = run_folder(plain_config(iterations=200))
     env = {"RLSTAGES_RUNS_DIR": str(tmp_path / "runs"), "PYTHONPATH": str(Path(__file__).parents[3])}
     at = Position(0, run.store.base_model(), 0)
     used = []
@@ -244,9 +221,9 @@ def test_records_from_before_there_were_adjustments_are_complete(three: Any) -> 
     assert three.reopened().resume_position() == three.at
 
 
-def test_a_log_takes_entries_of_another_run(run_folder: Any) -> None:
+def test_a_log_takes_entries_of_another_run(run_folder: Any, plain_config: Any) -> None:
     """As a fork does; the iterations it refers to are made with them."""
-    run = run_folder(config())
+    run = run_folder(plain_config())
     entry = Adjustment(id=1, at="", by="", why="", key="learner.lr", old=1e-6, new=2.0, from_iteration=0)
     AdjustmentLog(run.store).append([entry])
     run.iterations.begin(Position(0, Ref(path="base", digest="base"), 0))
@@ -254,7 +231,7 @@ def test_a_log_takes_entries_of_another_run(run_folder: Any) -> None:
 
 
 @pytest.mark.slow
-def test_another_weight_restarts_no_reward_process(tmp_path: Path) -> None:
+def test_another_weight_restarts_no_reward_process(tmp_path: Path, plain_config: Any) -> None:
     services = Services(tmp_path)
     rows = [
         {"group_id": 0, "sample_id": 0, "text": "7", "prompt_messages": [], "completion_ids": [1], "truncated": False}
@@ -263,7 +240,7 @@ def test_another_weight_restarts_no_reward_process(tmp_path: Path) -> None:
     try:
         totals, pids = [], []
         for weight in (1.0, 3.0):
-            pool = services.rewards(config(rewards=[{"function": "last_integer", "weight": weight}]))
+            pool = services.rewards(plain_config(rewards=[{"function": "last_integer", "weight": weight}]))
             totals += [score.total for score in pool.score(rows)]
             pids.append(pool.pids)
         assert totals == [1.0, 3.0] and pids[0] == pids[1] and len(pids[0]) == 1
