@@ -73,7 +73,7 @@ def rerun(
         iteration=iteration,
         from_stage=from_,
         to_stage=to,
-        overrides=[] if reset else set_ or None,
+        overrides=set_ or ([] if reset else None),
         force=force,
     )
     if "made_to" in made:

@@ -48,8 +48,8 @@ def iteration(
         evaluated = evaluate(run, iteration, mode("evaluate"), train=trained)
         registered = register(run, iteration, mode("register"), train=trained, evaluate=evaluated)
         results += [evaluated, registered]
+    summary = publish_summary(session, iteration, results)  # before it is complete: after a kill it is made again
     session.end_iteration(iteration)
-    summary = publish_summary(session, iteration, results)
     return {
         "run": run,
         "iteration": iteration,

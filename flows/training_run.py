@@ -15,7 +15,7 @@ from tasks.iterations import Position
 from tasks.launch import continue_or_prepare
 from tasks.live.adjustments import publish_adjustments
 from tasks.live.pausing import wait_while_paused
-from tasks.servers.autoresume import check_attempts
+from tasks.servers.autoresume import counted_attempt
 from tasks.session import Session, open_session
 from tasks.settings import runs_dir, without_heartbeat
 from tasks.slots import ITERATION_TAG
@@ -29,27 +29,32 @@ def training_run(run: str, overrides: list[str] | None = None) -> dict[str, Any]
         run: Name of a run, or a recipe: its short name as in deployments/recipes, or a file.
         overrides: Settings on top of the recipe, as `learner.lr=1e-5` or `name=second`; as --set of the command line.
     """
-    check_attempts(run, overrides or [])
-    run = continue_or_prepare(run, overrides or [])
-    label_flow_run(run)
-    # An iteration is over in seconds: its own heartbeat would cost one and say nothing the parent's does not.
-    with open_session(run, runs_dir()) as session, generation_progress(), without_heartbeat():
-        position = session.iterations.resume_position()
-        began_at = position.iteration
-        if position.iteration == 0:
-            wait_while_paused(session)
-            evaluate(run, -1, train=session.base_model)
-        while position.iteration < session.config.iterations:
-            wait_while_paused(session)
-            publish_adjustments(session)
-            position = step(session, position)
+    with counted_attempt(run, overrides or []):
+        run = continue_or_prepare(run, overrides or [])
+        label_flow_run(run)
+        # An iteration is over in seconds: its own heartbeat would cost one and say nothing the parent's does not.
+        with open_session(run, runs_dir()) as session, generation_progress(), without_heartbeat():
+            return go_on(session)
+
+
+def go_on(session: Session) -> dict[str, Any]:
+    """All iterations of an open run that are not complete."""
+    position = session.iterations.resume_position()
+    began_at = position.iteration
+    if position.iteration == 0:
+        wait_while_paused(session)
+        evaluate(session.store.name, -1, train=session.base_model)
+    while position.iteration < session.config.iterations:
+        wait_while_paused(session)
         publish_adjustments(session)
-        return {
-            "run": run,
-            "began_at": began_at,
-            "iterations": position.iteration,
-            "policy": position.policy.model_dump(),
-        }
+        position = step(session, position)
+    publish_adjustments(session)
+    return {
+        "run": session.store.name,
+        "began_at": began_at,
+        "iterations": position.iteration,
+        "policy": position.policy.model_dump(),
+    }
 
 
 def step(

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tasks.processes.tree import was_started_before
 from tasks.storage.files import read_json, write_json
 from tasks.storage.store import RunStore
 
@@ -39,6 +40,20 @@ def attempts(store: RunStore) -> list[dict[str, Any]]:
     """All attempts, the newest last."""
     path = store.path / "attempts.jsonl"
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+
+
+def run_of(flow_run: str, runs: Path) -> str | None:
+    """The run that a flow run has worked on before, in an attempt of its own that is over."""
+    for path in sorted(runs.glob("*/attempts.jsonl")):
+        if any(attempt["flow_run"] == flow_run for attempt in attempts(RunStore(runs, path.parent.name))):
+            return path.parent.name
+    return None
+
+
+def process_lives(store: RunStore, flow_run: str) -> bool:
+    """Whether the process of the newest attempt of a flow run lives on this machine."""
+    found = [attempt for attempt in attempts(store) if attempt["flow_run"] == flow_run][-1:]
+    return any(a["host"] == platform.node() and was_started_before(a["pid"], a["began_at"]) for a in found)
 
 
 def is_worked_on(store: RunStore) -> bool:

@@ -17,6 +17,7 @@ from rl_core.errors import ConfigError, ModelError
 from rl_core.manifest import Ref, content_digest
 from rl_core.models import MODELS
 from rl_core.recipes import apply_overrides, build_config, config_json, override_key, parse_recipe
+from tasks.attempts import run_of
 from tasks.live.adjustments import check_not_adjusted
 from tasks.provenance import code_version
 from tasks.settings import STATE_DIR, runs_dir
@@ -63,7 +64,15 @@ def _read_recipe(path: Path) -> str:
 
 
 def continue_or_prepare(target: str, overrides: list[str]) -> str:
-    """The run of that name as it is, if there is one and nothing is to change; else as `prepare_run`."""
+    """The run that this flow run has worked on before, or the run of that name where nothing is to change.
+
+    Both go on as they are, whatever their recipe says by now. Else as `prepare_run`.
+    """
+    from prefect.runtime import flow_run
+
+    known = run_of(flow_run.id, runs_dir()) if flow_run.id else None
+    if known is not None:
+        return known
     if not overrides and RunStore(runs_dir(), target).exists():
         return target
     return prepare_run(target, overrides)

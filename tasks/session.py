@@ -27,6 +27,7 @@ from tasks.storage.store import RunStore
 from tasks.tracking.tracker import Tracker, open_tracker
 from tasks.worker import Worker
 
+_PATIENCE_SECONDS = 3.0  # `doctor` holds the run while it closes its MLflow run
 _OPEN: dict[str, Session] = {}
 
 
@@ -134,6 +135,7 @@ class Session:
                 state=outcome.state,
                 measured={
                     **outcome.measured,
+                    **({"detached": True} if self.iterations.is_detached(context.iteration) else {}),
                     "seconds": time.monotonic() - started,
                     "finished_at": now(),
                     "finished_unix_seconds": time.time(),  # less "seconds": when it began, its slots in hand
@@ -213,7 +215,7 @@ def open_session(run: str, runs_dir: Path) -> Iterator[Session]:
         return
     store = RunStore(runs_dir, run)
     store.record()
-    with store.lock():
+    with store.lock(_PATIENCE_SECONDS):
         store.sweep()
         check_placement(store.config())
         free_own_slot(store)

@@ -79,7 +79,7 @@ def limited_tags(tags: list[str]) -> list[str]:
 
     if time.monotonic() - _known[0] > _LIMITS_SECONDS:
         with get_client(sync_client=True) as client:
-            _known = (time.monotonic(), frozenset(limit.name for limit in read_limits(client)))
+            _known = (time.monotonic(), frozenset(limit.name for limit in read_limits(client) if limit.active))
     names = frozenset(f"tag:{tag}" for tag in {*tags, *TagsContext.get().current_tags})  # a task has its flow's too
     if not names & _known[1]:
         with services._cache_lock:

@@ -47,7 +47,8 @@ def examine(fix: bool = False) -> list[Finding]:
 
 
 def known_stores() -> list[RunStore]:
-    return [RunStore(runs_dir(), path.parent.name) for path in sorted(runs_dir().glob("*/run.json"))]
+    found = [path.parent.name for path in sorted(runs_dir().glob("*/run.json"))]
+    return [RunStore(runs_dir(), name) for name in found if ".partial-" not in name]
 
 
 def print_findings(console: Console, findings: list[Finding]) -> None:

@@ -13,9 +13,10 @@ from rl_core.errors import RlstagesError
 from tasks import attempts
 from tasks.doctor import Finding
 from tasks.launch import MODELS_DIR
+from tasks.lineage.references import dead_remains
 from tasks.lineage.removal import size
 from tasks.processes.tree import MARK, PARENT, living, stat
-from tasks.settings import tracking_uri
+from tasks.settings import runs_dir, tracking_uri
 from tasks.storage.store import PLACED, RunStore
 from tasks.tracking.ledger import Ledger
 
@@ -56,6 +57,7 @@ def folders(stores: list[RunStore], fix: bool) -> list[Finding]:
     places = [store.path for store in stores if not attempts.is_worked_on(store)]
     stale = [path for place in places for path in sorted(place.rglob("*.partial-*")) if _is_stale(path)]
     stale += [path for path in sorted(MODELS_DIR.glob("*.partial-*")) if _is_stale(path)]
+    stale += dead_remains(runs_dir())
     silent = [path for place in places for path in sorted(place.glob(f"iterations/*/*/{PLACED}*")) if _is_silent(path)]
     left = [(path, "left half-written") for path in stale if not any(other in path.parents for other in stale)]
     left += [(path, "placed on another worker, where nobody works on it") for path in silent]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
@@ -61,10 +60,13 @@ def _zombies(client: SyncPrefectClient, stores: list[RunStore]) -> tuple[list[Fl
             continue
         for flow in _running(client, "flow", id=list(past.flow_runs)):
             began = past.flow_runs[str(flow.id)]
+            if attempts.process_lives(store, str(flow.id)):
+                continue  # it has let go of the run, and is about to say how it ended
             if _since(flow) <= began or time.time() - _since(flow) > _STARTING_SECONDS:
                 flows.append(flow)
         inner = _running(client, "flow", parent_flow_run_id=past.all_flow_runs)
-        flows += [flow for flow in inner if _since(flow) < past.until]
+        # A placed stage has its caller as parent, and lives on without it.
+        flows += [flow for flow in inner if _since(flow) < past.until and not flow.parameters.get("attempt")]
         held = [
             *_running(client, "task", id=past.all_flow_runs),
             *_running(client, "task", parent_flow_run_id=past.all_flow_runs),
@@ -105,20 +107,32 @@ def _since(run: FlowRun | TaskRun) -> float:
 
 
 def _runs(client: SyncPrefectClient, flows: list[FlowRun], tasks: list[TaskRun], fix: bool) -> list[Finding]:
-    from prefect.states import Crashed
-
-    dead: list[tuple[Kind, str, UUID, Callable[..., Any]]] = [
-        *(("task run", describe_task_run(client, task.id), task.id, client.set_task_run_state) for task in tasks),
-        *(("flow run", f"{flow.name} ({flow.id})", flow.id, client.set_flow_run_state) for flow in flows),
-    ]
     found = []
-    for kind, name, id_, set_state in dead:
+    dead: list[tuple[Kind, str, FlowRun | TaskRun]] = [
+        *(("task run", describe_task_run(client, task.id), task) for task in tasks),
+        *(("flow run", f"{flow.name} ({flow.id})", flow) for flow in flows),
+    ]
+    for kind, name, run in dead:
         what = f"{name} shows as running, {_GONE.partition(' (')[0]}"
         found.append(Finding(kind, what, f"{_REPAIR} sets it to Crashed"))
         if fix:
-            set_state(id_, Crashed(message=_GONE), force=True)
+            _crash(client, kind, run)
             found[-1].repaired = True
     return found or [Finding("flow run", "no flow run of this folder runs without its process")]
+
+
+def _crash(client: SyncPrefectClient, kind: Kind, run: FlowRun | TaskRun) -> None:
+    """Set a dead run to Crashed, unless it has another state by now: then somebody has resumed or ended it."""
+    from prefect.states import Crashed
+
+    read, write = (
+        (client.read_task_run, client.set_task_run_state)
+        if kind == "task run"
+        else (client.read_flow_run, client.set_flow_run_state)
+    )
+    now, seen = read(run.id).state, run.state
+    if now is not None and seen is not None and now.id == seen.id:
+        write(run.id, Crashed(message=_GONE), force=True)
 
 
 def _pending(client: SyncPrefectClient, fix: bool) -> list[Finding]:
@@ -127,6 +141,7 @@ def _pending(client: SyncPrefectClient, fix: bool) -> list[Finding]:
     Nothing else ends them, and each holds the slot of its deployment: with CANCEL_NEW all later ones are cancelled.
     """
     from prefect.client.schemas.filters import FlowRunFilter, WorkPoolFilter
+    from prefect.client.schemas.responses import SetStateStatus
     from prefect.states import AwaitingRetry
 
     from tasks.servers.provision import POOL
@@ -137,11 +152,12 @@ def _pending(client: SyncPrefectClient, fix: bool) -> list[Finding]:
     for flow in client.read_flow_runs(flow_run_filter=state, work_pool_filter=pool, limit=_PAGE):
         seconds = time.time() - _since(flow)
         if seconds > _STARTING_SECONDS:
-            what = f"{flow.name} ({flow.id}) is pending since {seconds / 60:.0f} min: its worker is gone"
+            what = f"{flow.name} ({flow.id}) is pending since {seconds / 60:.0f} min: nobody starts it"
             found.append(Finding("flow run", what, f"{_REPAIR} schedules it again"))
             if fix:
-                client.set_flow_run_state(flow.id, AwaitingRetry(message="its worker was gone (rlstages doctor)"))
-                found[-1].repaired = True
+                again: Any = AwaitingRetry(message="nobody started it (rlstages doctor)")
+                answer: Any = client.set_flow_run_state(flow.id, again)
+                found[-1].repaired = answer.status == SetStateStatus.ACCEPT
     return found
 
 

@@ -214,7 +214,8 @@ def delete(run: str) -> None:
     store = RunStore(runs_dir(), run)
     with lineage_lock(_existing(store).path.parent), store.lock():
         _check_unused(store)
-        shutil.rmtree(store.path.rename(store.path.with_name(f"{run}.partial-{os.getpid()}")))
+        going = store.path.rename(store.path.with_name(f"{run}.partial-{os.getpid()}"))
+    shutil.rmtree(going)  # which may take long, and nobody has to wait for it
 
 
 def _existing(store: RunStore) -> RunStore:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_core.parent import Parent
+from tasks.processes.tree import stat
 from tasks.storage.journal import file_lock
 from tasks.storage.store import RunStore
 from tasks.tracking.gate import CHAMPION
@@ -21,13 +22,18 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def lineage_lock(runs: Path) -> Iterator[None]:
+def lineage_lock(runs: Path, patience_seconds: float = 120.0) -> Iterator[None]:
     """Held by whatever adds a reference between runs, or removes what one may lead to."""
-    with file_lock(runs / "lineage.lock"):
-        for leftover in runs.glob("*.partial-*"):  # of a fork or a deletion that was killed
-            if leftover.is_dir():
-                shutil.rmtree(leftover)
+    with file_lock(runs / "lineage.lock", patience_seconds):
+        for leftover in dead_remains(runs):
+            shutil.rmtree(leftover, ignore_errors=True)
         yield
+
+
+def dead_remains(runs: Path) -> list[Path]:
+    """What a fork or a deletion of a whole run left behind when it was killed."""
+    found = [(path, path.name.rpartition("-")[2]) for path in sorted(runs.glob("*.partial-*")) if path.is_dir()]
+    return [path for path, pid in found if pid.isdigit() and stat(int(pid)) is None]
 
 
 def forks(store: RunStore) -> dict[str, Parent]:

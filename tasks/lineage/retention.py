@@ -69,6 +69,8 @@ def _unneeded(store: RunStore, versions: list[Version]) -> list[Removal]:
         manifest = read_manifest(folder)
         if manifest is None:
             found.append(Removal(folder, size(folder), "damaged, and nothing is made of it"))
+        elif manifest.measured.get("detached"):
+            continue  # an evaluation that a person asked for
         elif manifest.digest not in digests and not (manifest.iteration < 0 and _is_base(manifest, bases)):
             found.append(Removal(folder, size(folder), "superseded: nothing is made of it"))
     return found

@@ -21,6 +21,8 @@ from tasks.storage.store import RunStore, is_output
 TRAINER = "trainer/"
 """Files of a checkpoint that only a learner needs which goes on from it."""
 
+_PATIENCE_SECONDS = 5.0
+
 _log = logging.getLogger("rlstages.retention")
 
 
@@ -96,6 +98,8 @@ def removable_states(
         names = tuple(entry.name for entry in manifest.files if entry.name.startswith(TRAINER))
         made = line.made(manifest.iteration)
         current = made is not None and store.folder(made["folder"]) == folder
+        if not names:
+            continue
         if set(names) <= set(manifest.pruned):
             found.append(Removal(folder, size(trainer), "optimizer state, removed in part", names))
             continue
@@ -121,7 +125,8 @@ class Retention:
     def retain(self, config: RunConfig, iteration: int) -> list[Removal]:
         """Call it when an iteration has ended, under the run's lock.
 
-        While MLflow cannot say which policy is the champion, nothing is removed; the next iteration makes up for it.
+        While MLflow cannot say which policy is the champion, or another process removes something, nothing is removed;
+        the next iteration makes up for it.
         """
         keep, store = config.execution.keep_trainer_states, self._store
         if keep is None:
@@ -130,18 +135,19 @@ class Retention:
         self._left = (self._left or set()) | _states(store, new)
         if not removable_states(store, keep, set(), among=self._left, ended=iteration, superseded=False):
             return []
+        gone: list[Removal] = []
         try:
             champion = champion_digest(tracking_uri(), config.model_name)
-        except StageError as error:
-            _log.warning("optimizer states are kept for now: %s", error.message)
-            return []
-        champions = {champion} if champion else set()
-        with lineage_lock(store.path.parent):
-            found = removable_states(store, keep, champions, among=self._left, ended=iteration, superseded=False)
-            for item in found:
-                take_away(item)
-                self._left.discard(item.path)
-        return found
+            champions = {champion} if champion else set()
+            with lineage_lock(store.path.parent, _PATIENCE_SECONDS):
+                found = removable_states(store, keep, champions, among=self._left, ended=iteration, superseded=False)
+                for item in found:
+                    take_away(item)
+                    gone.append(item)
+                    self._left.discard(item.path)
+        except (StageError, OSError) as error:  # no reason for a run to fail
+            _log.warning("optimizer states are kept for now: %s", error)
+        return gone
 
 
 def require_trainer_state(folder: Path) -> None:

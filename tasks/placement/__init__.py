@@ -30,7 +30,7 @@ POLL_SECONDS = 1.0
 SILENT_SECONDS = 120.0
 """Work whose progress file has not changed for so long is lost: its machine died before it could say so."""
 REPLY_SECONDS = 30.0
-"""How long a reply may take to be seen here after its flow run has ended."""
+"""How long a reply may take to be seen here after its flow run has ended, and the other way round."""
 TIMEOUT_SLACK_SECONDS = 30.0
 """The other side stops its work at the limit; only if it cannot, this side cancels it so much later."""
 
@@ -98,6 +98,7 @@ class _Wait:
         self.deployment = context.config.execution.placement[stage]  # type: ignore[index]
         self.submitted = time.monotonic()
         self.began: float | None = None
+        self.replied: float | None = None
         self.changed = self.submitted
         self.progress: Message | None = None
 
@@ -105,12 +106,17 @@ class _Wait:
         while True:
             state = runs.state(self.client, self.flow_run)
             reply = self.attempt.reply
-            if reply is not None and (state is None or state.is_final()):
+            if reply is not None and (state is None or state.is_final() or self._replied_long_ago()):
                 return self._open(reply)
             if state is not None and state.is_final():
                 return self._open(self._late_reply(state))
             self._watch(state)
             time.sleep(POLL_SECONDS)
+
+    def _replied_long_ago(self) -> bool:
+        """A reply is here for a while, though nobody says that the flow run has ended: its machine died after it."""
+        self.replied = self.replied or time.monotonic()
+        return time.monotonic() - self.replied > REPLY_SECONDS
 
     def _watch(self, state: Any) -> None:
         now, progress = time.monotonic(), self.attempt.progress

@@ -66,6 +66,15 @@ def stat(pid: int) -> list[str] | None:
     return None if fields[0] in "ZX" else fields
 
 
+def was_started_before(pid: int, unix_seconds: float) -> bool:
+    """Whether a living process has this id and is older: ids come again, above all after a reboot."""
+    fields = stat(pid)
+    if fields is None:
+        return False
+    boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
+    return int(boot.split()[1]) + int(fields[19]) / os.sysconf("SC_CLK_TCK") <= unix_seconds + 1.0
+
+
 def living() -> Iterator[tuple[int, list[str], bytes]]:
     """Id, `stat` and environment of every living process; that of another user's is empty."""
     for name in os.listdir("/proc"):

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_core.errors import ConfigError, StageError
 from tasks import attempts
 from tasks.launch import resolve_config
+from tasks.live.pausing import paused
 from tasks.servers.deployments import AUTO_RESUME
 from tasks.settings import STATE_DIR, runs_dir
 from tasks.storage.files import read_json, write_json
@@ -48,31 +51,44 @@ def resume_crashed(client: SyncPrefectClient) -> list[str]:
     return [flow_run.name for flow_run in resumed]
 
 
-def check_attempts(target: str, overrides: list[str]) -> None:
-    """Call it at the start of a training run, before anything that may crash; it is about deployed runs only.
+@contextmanager
+def counted_attempt(target: str, overrides: list[str]) -> Iterator[None]:
+    """Around the whole of a training run; it is about deployed runs only.
 
     Ends what dead attempts have left, though their processes end with them (`tasks.processes.guardian`). A flow run
     that was started twice, as when two have learned of one crash, waits here until its other process has ended.
 
     Counts the attempts of this flow run that began with the same finished stages as the one before: a machine that dies
-    once a day never stops a run, a stage that kills its process always does. Raises `StageError` when there were
-    `RLSTAGES_MAX_ATTEMPTS` in a row (default 5); the flow run then ends as failed, which nothing resumes. Whoever
-    retries it by hand has as many attempts again.
+    once a day never stops a run, a stage that kills its process always does. An attempt that somebody stopped, or whose
+    run is paused, does not count. Raises `StageError` when there were `RLSTAGES_MAX_ATTEMPTS` in a row (default 5); the
+    flow run then ends as failed, which nothing resumes. Whoever retries it by hand has as many attempts again.
     """
     from prefect.runtime import deployment, flow_run
 
     from tasks.doctor.checks import processes
 
     if deployment.id is None:  # nothing resumes it but a person
+        yield
         return
     processes(fix=True)
-    most = _most()
-    run = resolve_config(target, overrides).name
+    run = attempts.run_of(flow_run.id, runs_dir()) or resolve_config(target, overrides).name
     store = RunStore(runs_dir(), run)
     while attempts.is_worked_on(store) and [x["flow_run"] for x in attempts.attempts(store)[-1:]] == [flow_run.id]:
         time.sleep(_POLL_SECONDS)
-    finished = _finished_stages(runs_dir() / run)
     path = STATE_DIR / "attempts" / f"{flow_run.id}.json"
+    if not paused(store):
+        _count(path, run)
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException:  # stopped by a signal, which says nothing about the run
+        path.unlink(missing_ok=True)
+        raise
+
+
+def _count(path: Path, run: str) -> None:
+    most, finished = _most(), _finished_stages(runs_dir() / run)
     last = read_json(path) if path.is_file() else {"finished": -1, "attempts": 0}
     count = 1 + (last["attempts"] if last["finished"] == finished else 0)
     if count > most:

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from ipaddress import ip_address
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,7 +61,7 @@ def up(console: Console, options: UpOptions) -> None:
             _check_free(options.host, port)
         _answer_signals()
         mine = None if options.detach else os.getpid()
-        here = options.host if not ip_address(options.host).is_unspecified else "127.0.0.1"
+        here = options.host if not IPv4Address(options.host).is_unspecified else "127.0.0.1"
         record = UpRecord(
             prefect_api=f"http://{here}:{options.prefect_port}/api",
             mlflow=f"http://{here}:{options.mlflow_port}",
@@ -103,10 +103,10 @@ def stop(console: Console) -> None:
 
 def _check_options(options: UpOptions) -> None:
     try:
-        ip_address(options.host)
+        IPv4Address(options.host)
     except ValueError as error:
         raise ConfigError(
-            "--host is not an address", expected="such as 127.0.0.1 or 0.0.0.0", got=options.host
+            "--host is not an IPv4 address", expected="such as 127.0.0.1 or 0.0.0.0", got=options.host
         ) from error
     if options.database_url and not options.database_url.startswith(_DATABASES):
         raise ConfigError(
@@ -211,7 +211,7 @@ def _resume_dead_runs(console: Console, client: SyncPrefectClient) -> None:
 
 def _announce(console: Console, record: UpRecord, options: UpOptions) -> None:
     lines = [f"Prefect  {record.prefect_api.removesuffix('/api')}", f"MLflow   {record.mlflow}", f"logs     {LOGS}"]
-    if not ip_address(options.host).is_loopback:
+    if not IPv4Address(options.host).is_loopback:
         lines.append("whoever reaches these ports can run code here: there is no password")
     lines.append("rlstages down stops them" if options.detach else "Ctrl-C stops them")
     console.print("\n".join(lines), highlight=False, soft_wrap=True)

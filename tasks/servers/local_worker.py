@@ -1,4 +1,4 @@
-"""The Prefect worker of `rlstages up`: takes flow runs of all queues of the pool and runs each in a process.
+"""The Prefect worker of `rlstages up`: takes flow runs of this machine's queues and runs each in a process.
 
     python -m tasks.servers.local_worker NAME
 
@@ -24,7 +24,7 @@ from prefect.states import AwaitingRetry
 from prefect.workers.process import ProcessWorker, ProcessWorkerResult
 
 from tasks.servers.autoresume import RESUMED, is_to_resume
-from tasks.servers.provision import POOL
+from tasks.servers.provision import POOL, queues_here
 
 
 class LocalWorker(ProcessWorker):
@@ -47,7 +47,7 @@ def main(name: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(LocalWorker(work_pool_name=POOL, name=name).start())
+        asyncio.run(LocalWorker(work_pool_name=POOL, name=name, work_queues=queues_here()).start())
 
 
 if __name__ == "__main__":

@@ -45,6 +45,11 @@ def gpu_count() -> int:
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
+def queues_here() -> list[str]:
+    """The queues of the pool that this machine serves: stages for a GPU are left to a machine that has one."""
+    return [name for name in QUEUES if name != "gpu" or gpu_count()]
+
+
 def create_pool(client: SyncPrefectClient) -> None:
     """The work pool of processes on this machine, a queue per resource class."""
     from prefect.client.schemas.actions import WorkPoolCreate
@@ -64,19 +69,20 @@ def create_pool(client: SyncPrefectClient) -> None:
 
 def set_limits(client: SyncPrefectClient, limits: dict[str, int]) -> None:
     """Concurrency limits by task tag. What is not named stays; `gpu` gets the machine's GPUs where it has none yet."""
-    from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
+    from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate, GlobalConcurrencyLimitUpdate
 
-    there = {limit.name: limit.limit for limit in read_limits(client)}
+    there = {limit.name for limit in read_limits(client)}
     if "tag:gpu" not in there:
         limits = {"gpu": max(1, gpu_count()), **limits}
     for tag, slots in limits.items():
         name = f"tag:{tag}"
-        if slots == 0 and name in there:
-            client.delete_global_concurrency_limit_by_name(name)
-        elif slots and name in there:
-            client.upsert_global_concurrency_limit_by_name(name, slots)
-        elif slots:
-            client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=name, limit=slots, active=True))
+        # No limit is a limit that is switched off, so that `gpu` without one is told from a new server.
+        changed = {"active": slots > 0} | ({"limit": slots} if slots else {})
+        if name in there:
+            client.update_global_concurrency_limit(name, GlobalConcurrencyLimitUpdate.model_validate(changed))
+        else:
+            wanted = {"name": name, "limit": max(1, slots), "active": slots > 0}
+            client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate.model_validate(wanted))
 
 
 def automations(flows: list[str], resumed: list[UUID], heartbeat_seconds: int) -> list[AutomationCore]:

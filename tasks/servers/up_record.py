@@ -76,7 +76,9 @@ class UpRecord:
                 break
             _signal(living, signal.SIGKILL)
             time.sleep(0.05)
-        UP_FILE.unlink(missing_ok=True)
+        there = read_record()
+        if there is not None and there.mark == self.mark:  # another `up` may have begun meanwhile
+            UP_FILE.unlink(missing_ok=True)
 
     def _ask(self, role: Role, patience_seconds: float) -> None:
         """Ask the processes at the top of a role to end, and wait for all of it."""

@@ -63,12 +63,15 @@ class Journal:
 
 
 @contextmanager
-def file_lock(path: Path) -> Iterator[None]:
-    """Hold a lock between processes of this machine; the kernel lets go when the holder dies."""
+def file_lock(path: Path, patience_seconds: float = _LOCK_SECONDS) -> Iterator[None]:
+    """Hold a lock between processes of this machine; the kernel lets go when the holder dies.
+
+    Raises `StageError` when it was not to be had for `patience_seconds`.
+    """
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a")
-    deadline = time.monotonic() + _LOCK_SECONDS
+    deadline = time.monotonic() + patience_seconds
     with file:
         while True:
             try:
@@ -77,7 +80,7 @@ def file_lock(path: Path) -> Iterator[None]:
             except BlockingIOError as error:
                 if time.monotonic() > deadline:
                     raise StageError(
-                        f"{path.name} was not free for {_LOCK_SECONDS:.0f} s", todo="end the process that holds it"
+                        f"{path.name} was not free for {patience_seconds:.0f} s", todo="end the process that holds it"
                     ) from error
                 time.sleep(0.05)
         yield

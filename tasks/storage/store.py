@@ -57,7 +57,7 @@ class RunStore:
 
     # -- the run ------------------------------------------------------------------------------------------------------
     def exists(self) -> bool:
-        return (self.path / "run.json").is_file()
+        return self.name == self.path.name and (self.path / "run.json").is_file()  # `a/` is not the name of run `a`
 
     def create(self, config: RunConfig, base_model: Ref, code_version: str, parent: Parent | None = None) -> None:
         """Write what the run is. A run that exists keeps its parent."""
@@ -97,12 +97,12 @@ class RunStore:
         return RunStore(self.path.parent, parent.run) if parent and parent.has(iteration, stage) else None
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self, patience_seconds: float = 0.2) -> Iterator[None]:
         """Hold the run for this process; the kernel lets go when the process dies, however it dies."""
         with storage_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / "lock").open("a+b", buffering=0) as file:
-            if not _locked(file):
+            if not _locked(file, patience_seconds):
                 file.seek(0)
                 raise RunError(
                     f"run {self.name!r} is in use",
@@ -240,8 +240,8 @@ class RunStore:
         return folder / name
 
 
-def _locked(file: IO[bytes]) -> bool:
-    for _ in range(20):  # whoever only looks whether it is taken (`attempts`) lets go in an instant
+def _locked(file: IO[bytes], patience_seconds: float) -> bool:
+    for _ in range(int(patience_seconds * 100)):  # whoever only looks whether it is taken lets go in an instant
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True

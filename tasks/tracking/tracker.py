@@ -7,6 +7,7 @@ values at one step, the one with the newest time stamp is the current one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -50,19 +51,17 @@ def close_abandoned(store: RunStore) -> str | None:
 
     It becomes `KILLED`, until the training run is continued. Raises `StageError` when MLflow cannot be reached.
     """
-    try:
-        uri = settings.tracking_uri()
-        with store.lock(), mlflow_errors(f"closing the run of {store.name}", uri):
-            ledger = Ledger(store.path / "tracking.jsonl")
-            if not ledger.entries:
-                return None
-            client = open_client(uri)
-            run = find_run(client, uri, EXPERIMENT, ledger)
-            if run is not None and run.info.status == "RUNNING":
-                client.set_terminated(run.info.run_id, "KILLED")
-                return str(run.info.run_id)
-    except RunError:
-        pass  # somebody works on it
+    uri, ledger = settings.tracking_uri(), Ledger(store.path / "tracking.jsonl")
+    if not ledger.entries:
+        return None
+    with mlflow_errors(f"closing the run of {store.name}", uri):
+        client = open_client(uri)
+        run = find_run(client, uri, EXPERIMENT, ledger)  # may take long: whoever opens the run need not wait for it
+        if run is not None and run.info.status == "RUNNING":
+            with contextlib.suppress(RunError), store.lock():  # else somebody works on it
+                if client.get_run(run.info.run_id).info.status == "RUNNING":
+                    client.set_terminated(run.info.run_id, "KILLED")
+                    return str(run.info.run_id)
     return None
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -65,15 +67,19 @@ def test_half_written_folders_of_the_dead_only(folder: Path, dead_pid: int) -> N
     for path in [*stale, *kept]:
         (path / "deep").mkdir(parents=True)
         (path / "deep" / f"x.partial-{dead_pid}").write_bytes(b"x" * 1000)
+    (folder / f"runs/deleted.partial-{dead_pid}").mkdir()
+    (folder / f"runs/deleted.partial-{dead_pid}/run.json").write_text("{}")
+    assert [found.name for found in doctor.known_stores()] == ["busy", "idle"], "nor a deletion that was killed"
     file = idle.path / f"run.json.partial-{dead_pid}"
     file.write_text("{")
     shutil.rmtree(kept[0] / "deep")
     with busy.lock():
         found = checks.folders(doctor.known_stores(), fix=False)
-        assert len(todo(found)) == 3 and all(path.exists() for path in [*stale, *kept, file])
+        assert len(todo(found)) == 4 and all(path.exists() for path in [*stale, *kept, file])
         assert any("0.0 MB" in what and "models/tiny" in what for what in todo(found))
         assert todo(checks.folders(doctor.known_stores(), fix=True)) == []
     assert [path.exists() for path in [*stale, file]] == [False] * 3
+    assert sorted(path.name for path in (folder / "runs").iterdir()) == ["busy", "idle"]
     assert all(path.exists() for path in kept)
     assert [finding.todo for finding in checks.folders([idle], fix=False)] == [""]
 
@@ -128,6 +134,38 @@ def test_a_flow_run_that_stays_pending_is_scheduled_again(
         assert all(finding.repaired for finding in server.server([], fix=True) if str(runs["a"]) in finding.what)
         states = {name: client.read_flow_run(flow_run).state for name, flow_run in runs.items()}
         assert {name: state.name for name, state in states.items() if state} == {"a": "AwaitingRetry", "b": "Pending"}
+
+
+@pytest.fixture
+def client(prefect_api: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    from prefect.client.orchestration import SyncPrefectClient
+
+    monkeypatch.setenv("PREFECT_API_URL", prefect_api)
+    with SyncPrefectClient(prefect_api) as made:
+        yield made
+
+
+def test_only_what_is_dead_is_set_to_crashed(folder: Path, client: Any, dead_pid: int) -> None:
+    """Not what a worker has resumed meanwhile, nor what is about to say how it ended, nor a placed stage at work."""
+    from prefect.states import AwaitingRetry, Running
+
+    run, flow = store(folder, "run"), client.create_flow_from_name(f"dying-{os.getpid()}")
+    deployment = client.create_deployment(flow, "of-run", entrypoint="flows/none.py:none")
+    started = {name: client.create_flow_run_from_deployment(deployment).id for name in ("dead", "resumed", "ending")}
+    placed = client.create_flow_run_from_deployment(deployment, parameters={"attempt": "placed-1"}).id
+    for flow_run in [*started.values(), placed]:
+        client.set_flow_run_state(flow_run, Running(), force=True)
+    lines = [
+        {"pid": pid, "host": platform.node(), "began_at": time.time(), "flow_run": str(started[name])}
+        for name, pid in (("dead", dead_pid), ("resumed", dead_pid), ("ending", os.getpid()))
+    ]
+    (run.path / "attempts.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    flows, _ = server._zombies(client, [run])
+    assert {flow.id for flow in flows} == {started["dead"], started["resumed"]}
+    client.set_flow_run_state(started["resumed"], AwaitingRetry())
+    server._runs(client, flows, [], fix=True)
+    states = {name: client.read_flow_run(flow_run).state.name for name, flow_run in started.items()}
+    assert states == {"dead": "Crashed", "resumed": "AwaitingRetry", "ending": "Running"}
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from tasks.servers.provision import (
     parse_limits,
     provision,
     put_automations,
+    queues_here,
     set_limits,
 )
 
@@ -47,7 +48,7 @@ def clean(client: SyncPrefectClient) -> None:
 
 def limits(client: SyncPrefectClient) -> dict[str, int]:
     found = client.read_global_concurrency_limits(limit=200, offset=0)
-    return {limit.name: limit.limit for limit in found if limit.name.startswith("tag:")}
+    return {limit.name: limit.limit for limit in found if limit.name.startswith("tag:") and limit.active}
 
 
 def test_limits_are_given_as_tag_and_slots() -> None:
@@ -66,7 +67,13 @@ def test_limits_of_the_command_line_win_and_others_stay(client: SyncPrefectClien
     assert limits(client) == {"tag:gpu": 5, "tag:train": 1, "tag:rollout": 3}
     set_limits(client, {"train": 2, "rollout": 0})
     assert limits(client) == {"tag:gpu": 5, "tag:train": 2}
-    assert all(limit.active for limit in client.read_global_concurrency_limits(limit=200, offset=0))
+    set_limits(client, {"gpu": 0})
+    set_limits(client, {})
+    assert limits(client) == {"tag:train": 2}, "no limit stays no limit"
+    set_limits(client, {"gpu": 3})
+    assert limits(client) == {"tag:gpu": 3, "tag:train": 2}
+    found = client.read_global_concurrency_limits(limit=200, offset=0)
+    assert [limit.name for limit in found if not limit.active] == ["tag:rollout"]
 
 
 def test_a_second_time_changes_nothing_that_is_right(client: SyncPrefectClient) -> None:
@@ -108,3 +115,9 @@ def test_automations_leave_alone_what_they_must(client: SyncPrefectClient) -> No
     assert set(zombies["match_related"]["prefect.resource.name"]) == {entry.flow().name for entry in file.deployments}
     wanted = {client.read_deployment_by_name(f"training-run/{name}").id for name in ("train", "nightly")}
     assert set(resume["match_related"]["prefect.resource.id"]) == {f"prefect.deployment.{id_}" for id_ in wanted}
+
+
+def test_stages_for_a_gpu_are_left_to_a_machine_that_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gpus, queues in ((0, ["default", "cpu"]), (2, ["default", "cpu", "gpu"])):
+        monkeypatch.setattr("tasks.servers.provision.gpu_count", lambda gpus=gpus: gpus)
+        assert queues_here() == queues

@@ -71,3 +71,11 @@ def test_an_iteration_record_is_replaced_whole(store: RunStore) -> None:
     assert store.iteration(3) == {"complete": True}
     assert names(store.iteration_dir(3)) == ["iteration.json"]
     assert store.iteration_dir(-1).name == "base"
+
+
+@pytest.mark.parametrize("name", ["b/", "./b", "a/../b", "..", ".", "", "a/b"])
+def test_a_path_is_not_the_name_of_a_run(tmp_path: Path, name: str) -> None:
+    """Under another name than its own a run would have no forks, and its deletion no end."""
+    RunStore(tmp_path / "runs", "b").create(_config(), Ref(path="p", digest="d"), "test")
+    with pytest.raises(RunError, match="there is no run"):
+        RunStore(tmp_path / "runs", name).record()
