@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import traceback
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -83,11 +84,11 @@ def rerun(
 
 
 @app.command()
-def status(run: Run) -> None:
+def status(run: Annotated[str | None, typer.Argument(help="Name of a run; without one, all of them.")] = None) -> None:
     """Where a run stands: iterations, metrics, outputs, seconds."""
-    from tasks.display.status import print_status
+    from tasks.display.status import print_runs, print_status
 
-    print_status(out, run)
+    print_status(out, run) if run else print_runs(out)
 
 
 @app.command()
@@ -176,7 +177,7 @@ def main() -> None:
         app(arguments, standalone_mode=True)
     except RlstagesError as error:
         if debug:
-            raise
+            traceback.print_exc()
         print_error(err, error)
         sys.exit(2 if error.user_error else 1)
     except SystemExit as end:

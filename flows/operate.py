@@ -35,13 +35,20 @@ def fork(
 
 
 @app.command()
-def delete(run: Run, yes: Yes = False) -> None:
-    """Remove a run's folder. Refused while another run refers to it or a process works on it."""
-    from tasks.lineage.forks import check_deletable, delete
+def delete(
+    run: Run,
+    with_versions: Annotated[
+        bool, typer.Option("--with-versions", help="Also remove the model versions in MLflow that lead to it.")
+    ] = False,
+    yes: Yes = False,
+) -> None:
+    """Remove a run's folder. Refused while a fork, an alias in MLflow or a process needs it."""
+    from tasks.lineage.deletion import check_deletable, delete
 
-    bytes_ = check_deletable(run)
+    bytes_ = check_deletable(run, with_versions)
     if yes or typer.confirm(f"remove run {run}, {bytes_ / 1e9:.2f} GB?"):
-        delete(run)
+        delete(run, with_versions)
+        out.print(f"run {run} is gone", highlight=False)
 
 
 @app.command()

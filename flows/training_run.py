@@ -69,5 +69,5 @@ def step(
             expected=f"{session.store.name} iteration {at.iteration}",
             got=f"{made['run']} iteration {made['iteration']}",
         )
-    get_run_logger().info("iteration %d of %d: %s", at.iteration + 1, session.config.iterations, made["summary"])
+    get_run_logger().info("it%04d of %d: %s", at.iteration, session.config.iterations, made["summary"])
     return Position(at.iteration + 1, Ref.model_validate(made["policy"]), made["cursor"])

@@ -96,7 +96,8 @@ def check_changes(before: RunConfig, after: RunConfig) -> Changes:
             f"{', '.join(refused)} cannot change in a live run",
             expected=", ".join(ADJUSTABLE),
             got=", ".join(refused),
-            todo="fork the run, or start a new one with --set name=...",
+            todo="fork the run, or start a new one with --set name=...; more iterations: `rlstages run RUN --set "
+            "iterations=...`",
         )
     if before.learner.schedule != "constant" and (steps := [key for key in _STEPS if key in found]):
         raise ConfigError(

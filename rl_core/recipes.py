@@ -120,7 +120,7 @@ def _explain(item: Any) -> str:
         return f"{path}: unknown key{hint}"
     if item["type"] == "value_error":
         return f"{path}: {message}" if path else message
-    return f"{path}: {message} (got {item.get('input')!r})"
+    return f"{path}: {message}" if item["type"] == "missing" else f"{path}: {message} (got {item.get('input')!r})"
 
 
 def _keys_at(path: tuple[Any, ...]) -> list[str]:

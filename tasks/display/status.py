@@ -15,13 +15,18 @@ from rl_core.errors import RunError, StageError
 from rl_core.manifest import Manifest
 from rl_core.schemas import ADVANTAGES, TOTAL_REWARDS, TRAJECTORIES
 from rl_core.stages import STAGES
+from tasks.attempts import attempts, is_worked_on
 from tasks.display.summary import number
 from tasks.iterations import Iterations
 from tasks.lineage.references import describe_lineage
-from tasks.settings import MLFLOW_PORT, PREFECT_PORT, runs_dir, tracking_uri
+from tasks.live.adjustment_log import AdjustmentLog
+from tasks.live.pausing import paused
+from tasks.servers.up_record import pages
+from tasks.settings import runs_dir, tracking_uri
 from tasks.storage.files import read_manifest
 from tasks.storage.store import RunStore
 from tasks.storage.tables import read_table
+from tasks.tracking.gate import CHALLENGER, CHAMPION
 
 
 def open_run(run: str) -> RunStore:
@@ -72,15 +77,40 @@ def print_status(console: Console, run: str) -> None:
     for line in describe_lineage(store):
         console.print(line, highlight=False)
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("iteration", "state", "reward", "held-out", "signal", "tokens", "seconds", "alias"):
-        table.add_column(column, justify="left" if column in ("iteration", "state", "alias") else "right")
+    for column in ("iteration", "state", "reward", "held-out", "signal", "tokens", "seconds", "gate"):
+        table.add_column(column, justify="left" if column in ("iteration", "state", "gate") else "right")
     done = Iterations(store, config, store.base_model()).complete()
     for iteration in range(_last_iteration(store) + 1):
         table.add_row(*_status_row(store, iteration, iteration < done))
     console.print(table)
+    for line in _standing(store, done == config.iterations):
+        console.print(line, highlight=False, soft_wrap=True)
     console.print(
         f"{done} of {config.iterations} iterations complete, outputs in {store.path}", highlight=False, soft_wrap=True
     )
+
+
+def print_runs(console: Console) -> None:
+    """A row per run below `runs/`."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("run", "iterations", ""):
+        table.add_column(column, justify="right" if column == "iterations" else "left")
+    names = sorted(path.parent.name for path in runs_dir().glob("*/run.json") if ".partial-" not in path.parent.name)
+    for name in names:
+        store = RunStore(runs_dir(), name)
+        done = Iterations(store, config := store.config(), store.base_model()).complete()
+        standing = "; ".join(_standing(store, done == config.iterations))
+        table.add_row(name, f"{done} of {config.iterations}", standing)
+    console.print(table if names else f"there is no run below {runs_dir().absolute()}", soft_wrap=not names)
+
+
+def _standing(store: RunStore, is_complete: bool) -> list[str]:
+    """Whether somebody works on the run, whether it is paused, how often it was adjusted."""
+    works, pause, changes = is_worked_on(store), paused(store), len(AdjustmentLog(store).entries)
+    at_work = f"process {attempts(store)[-1]['pid']} works on it" if works and attempts(store) else ""
+    stopped = "" if works or is_complete else f"nobody works on it: rlstages run {store.name}"
+    changed = f"{changes} live changes: rlstages adjust {store.name}" if changes else ""
+    return [line for line in (at_work, stopped, str(pause) if pause else "", changed) if line]
 
 
 def _status_row(store: RunStore, iteration: int, current: bool) -> list[str]:
@@ -96,8 +126,8 @@ def _status_row(store: RunStore, iteration: int, current: bool) -> list[str]:
     damaged = [name for name, manifest in found.items() if manifest is None]
     state = f"damaged: {', '.join(damaged)}" if damaged else iteration_state(record, current)
     decision = found.get("register")
-    alias = str(decision.state.get("alias", "")) if decision else ""
-    return [str(iteration), state, *values, f"{spent:.1f}", alias]
+    gate = {CHAMPION: "passed", CHALLENGER: "refused"}.get(str(decision.state.get("alias")), "") if decision else ""
+    return [str(iteration), state, *values, f"{spent:.1f}", gate]
 
 
 def iteration_state(record: dict[str, Any] | None, current: bool) -> str:
@@ -183,10 +213,11 @@ def closing_lines(run: str) -> dict[str, str]:
         lines["champion"] = champion
     program = _program()
     lines["samples"] = f"{program} show {run} --iteration {last}"
-    lines["Prefect UI"] = f"{program} up, then http://127.0.0.1:{PREFECT_PORT}"
-    store_uri = tracking_uri()
-    served = store_uri.startswith(("http://", "https://"))
-    lines["MLflow UI"] = store_uri if served else f"{program} up, then http://127.0.0.1:{MLFLOW_PORT} ({store_uri})"
+    there = pages()
+    how = "" if there.are_up else f", after `{program} up`"
+    lines["Prefect UI"] = f"{there.prefect}{how}"
+    served = tracking_uri().startswith(("http://", "https://"))
+    lines["MLflow UI"] = tracking_uri() if served else f"{there.mlflow}{how}"
     return lines
 
 

@@ -21,12 +21,11 @@ from rl_core.recipes import apply_overrides, build_config, config_json, override
 from rl_core.stages import STAGES
 from tasks.iterations import FIXED, Iterations, Position
 from tasks.launch import check_config
-from tasks.lineage.references import forks, lineage_lock, registered_versions
-from tasks.lineage.removal import size
+from tasks.lineage.references import lineage_lock
 from tasks.lineage.trainer_states import require_trainer_state
 from tasks.live.adjustment_log import Adjustment, AdjustmentLog
 from tasks.provenance import code_version, now, who
-from tasks.settings import STATE_DIR, runs_dir, tracking_uri
+from tasks.settings import STATE_DIR, runs_dir
 from tasks.storage.files import publish_folder, read_manifest, storage_errors
 from tasks.storage.store import RunStore
 from tasks.worker import Worker
@@ -37,7 +36,6 @@ INHERITED = ("name", "seed", "model")
 Record = dict[str, Any]
 
 
-# -- fork --------------------------------------------------------------------------------------------------------------
 def fork(run: str, new: str, iteration: int, from_stage: StageName, overrides: list[str]) -> None:
     """Make the run `new`, which goes on from `run` at a stage of an iteration. `run` may be at work meanwhile.
 
@@ -198,48 +196,3 @@ def _seen_from(child: RunStore, store: RunStore, record: Record) -> Record:
     stages = {name: {**made, "folder": moved(made["folder"])} for name, made in record["stages"].items()}
     policy = Ref.model_validate(record["policy"])
     return {**record, "stages": stages, "policy": {**policy.model_dump(), "path": moved(policy.path)}}
-
-
-# -- delete ------------------------------------------------------------------------------------------------------------
-def check_deletable(run: str) -> int:
-    """Bytes of a run's folder. Raises `RunError` while a fork, an alias in MLflow or a process needs the run."""
-    store = RunStore(runs_dir(), run)
-    with lineage_lock(_existing(store).path.parent), store.lock():
-        _check_unused(store)
-        return size(store.path)
-
-
-def delete(run: str) -> None:
-    """Remove a run's folder if `check_deletable` still allows it. What MLflow has logged of the run stays."""
-    store = RunStore(runs_dir(), run)
-    with lineage_lock(_existing(store).path.parent), store.lock():
-        _check_unused(store)
-        going = store.path.rename(store.path.with_name(f"{run}.partial-{os.getpid()}"))
-    shutil.rmtree(going)  # which may take long, and nobody has to wait for it
-
-
-def _existing(store: RunStore) -> RunStore:
-    store.record()
-    return store
-
-
-def _check_unused(store: RunStore) -> None:
-    if children := forks(store):
-        raise RunError(
-            f"run {store.name!r} is needed by its forks",
-            got=", ".join(f"{name} goes on from iteration {at.iteration}, {at.stage}" for name, at in children.items()),
-            todo="delete the forks first",
-        )
-    pointing = [
-        (version.model, alias, version.number)
-        for version in registered_versions(tracking_uri())
-        if any(folder.is_relative_to(store.path) for folder in version.folders)
-        for alias in version.aliases
-    ]
-    if pointing:
-        calls = "; ".join(f"c.delete_registered_model_alias({model!r}, {alias!r})" for model, alias, _ in pointing)
-        raise RunError(
-            f"registered models lead to checkpoints of run {store.name!r}",
-            got=", ".join(f"models:/{model}@{alias} is version {number}" for model, alias, number in pointing),
-            todo=f"move these aliases, or remove them in Python: c = mlflow.MlflowClient(); {calls}",
-        )

@@ -97,7 +97,9 @@ def print_adjustments(console: Console, run: str) -> None:
     if not entries:
         console.print(f"no live changes; possible are {', '.join(ADJUSTABLE)}", highlight=False)
         return
-    table = Table("from iteration", "setting", "old", "new", "by", "at", "why")
+    table = Table("from", "setting", "old", "new", "by", "at", "why", box=None, pad_edge=False, header_style="dim")
+    for column in table.columns:
+        column.overflow = "fold"
     for entry in entries:
         values = json.dumps(entry.old), json.dumps(entry.new)
         cells = [str(entry.from_iteration), entry.key, *values, entry.by, entry.at, entry.why]

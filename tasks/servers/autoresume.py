@@ -56,7 +56,8 @@ def counted_attempt(target: str, overrides: list[str]) -> Iterator[None]:
     """Around the whole of a training run; it is about deployed runs only.
 
     Ends what dead attempts have left, though their processes end with them (`tasks.processes.guardian`). A flow run
-    that was started twice, as when two have learned of one crash, waits here until its other process has ended.
+    that goes on waits here while another process works on its run: its own, where two have learned of one crash, or
+    that of a person who was quicker.
 
     Counts the attempts of this flow run that began with the same finished stages as the one before: a machine that dies
     once a day never stops a run, a stage that kills its process always does. An attempt that somebody stopped, or whose
@@ -71,9 +72,10 @@ def counted_attempt(target: str, overrides: list[str]) -> Iterator[None]:
         yield
         return
     processes(fix=True)
-    run = attempts.run_of(flow_run.id, runs_dir()) or resolve_config(target, overrides).name
+    known = attempts.run_of(flow_run.id, runs_dir())
+    run = known or resolve_config(target, overrides).name
     store = RunStore(runs_dir(), run)
-    while attempts.is_worked_on(store) and [x["flow_run"] for x in attempts.attempts(store)[-1:]] == [flow_run.id]:
+    while known and attempts.is_worked_on(store):
         time.sleep(_POLL_SECONDS)
     path = STATE_DIR / "attempts" / f"{flow_run.id}.json"
     if not paused(store):

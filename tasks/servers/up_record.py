@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from tasks import settings
 from tasks.processes.tree import living, stat
@@ -91,6 +91,21 @@ class UpRecord:
 
 def read_record() -> UpRecord | None:
     return UpRecord(**read_json(UP_FILE)) if UP_FILE.is_file() else None
+
+
+class Pages(NamedTuple):
+    """Where the pages of Prefect and MLflow are, or would be after `rlstages up` without options."""
+
+    prefect: str
+    mlflow: str
+    are_up: bool
+
+
+def pages() -> Pages:
+    record = read_record()
+    if record is not None and record.ready:
+        return Pages(record.prefect_api.removesuffix("/api"), record.mlflow, True)
+    return Pages(f"http://127.0.0.1:{settings.PREFECT_PORT}", f"http://127.0.0.1:{settings.MLFLOW_PORT}", False)
 
 
 def start_ticks(pid: int) -> int | None:

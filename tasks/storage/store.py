@@ -76,9 +76,8 @@ class RunStore:
     def record(self) -> dict[str, Any]:
         if not self.exists():
             near = sorted(p.parent.name for p in self.path.parent.glob("*/run.json"))
-            raise RunError(
-                f"there is no run {self.name!r}", expected=", ".join(near) or "a run below runs/", got=self.name
-            )
+            place = f"a run below {self.path.parent}"
+            raise RunError(f"there is no run {self.name!r}", expected=", ".join(near) or place, got=self.name)
         return read_json(self.path / "run.json")
 
     def config(self) -> RunConfig:
@@ -107,7 +106,7 @@ class RunStore:
                 raise RunError(
                     f"run {self.name!r} is in use",
                     got=f"process {file.read().decode() or 'unknown'} holds it",
-                    todo="wait for it or stop it; take another name with --set name=... for a second run",
+                    todo="wait for it or stop it; a second run needs another name",
                 )
             with storage_errors(self.path):
                 file.truncate(0)

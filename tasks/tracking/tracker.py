@@ -20,6 +20,7 @@ from rl_core.config import RunConfig
 from rl_core.errors import RlstagesError, RunError, StageError, StorageError
 from rl_core.recipes import config_json
 from tasks import settings
+from tasks.servers.up_record import pages
 from tasks.storage.journal import Entry
 from tasks.storage.store import RunStore
 from tasks.tracking.ledger import Ledger
@@ -151,7 +152,7 @@ class Tracker:
     def run_url(self) -> str:
         """Address of the run in the MLflow UI; of the UI itself while MLflow cannot be reached."""
         is_server = self.tracking_uri.startswith(("http://", "https://"))
-        base = self.tracking_uri.rstrip("/") if is_server else f"http://127.0.0.1:{settings.MLFLOW_PORT}"
+        base = self.tracking_uri.rstrip("/") if is_server else pages().mlflow
         if self._run is None:
             return base
         return f"{base}/#/experiments/{self._run.info.experiment_id}/runs/{self._run.info.run_id}"

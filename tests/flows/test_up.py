@@ -244,7 +244,11 @@ def test_a_killed_up_is_found_by_the_next_one(served: Served) -> None:
     assert processes(old) == []
     assert served.everything() == made
     assert "up already" in served.project.call("up", *ports, expect=2)
+    flow_run = served.trigger("training-run/train", run="smoke", overrides=["name=stopped", "iterations=200"])
+    until((served.project.run_folder("stopped") / "iterations/0001").exists, 120, "a run is at work")
     served.project.call("down")
+    assert processes(flow_run) == []
+    assert "wrong" not in served.project.call("doctor"), "an orderly end leaves nothing to repair"
     assert processes(f"PREFECT_HOME={served.project.folder}") == []
     assert "nothing is up" in served.project.call("down")
 

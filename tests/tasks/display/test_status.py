@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import shutil
 from pathlib import Path
@@ -14,8 +15,11 @@ from rich.console import Console
 from rl_core.config import RunConfig
 from rl_core.errors import RunError
 from rl_core.manifest import Ref
+from tasks.attempts import note_attempt
 from tasks.display import status
 from tasks.iterations import Position
+from tasks.live.adjustments import adjust
+from tasks.live.pausing import pause, resume
 
 # MLflow 3.17 sets up its own tables with a loader option that SQLAlchemy 2.1 has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")
@@ -112,11 +116,34 @@ def test_a_row_per_iteration(run: Any, bench: Any, rows: Any, console: Console) 
     status.print_status(console, "bench")
     head, columns, *table = lines(console)
     assert head.split("  ")[1] == f"grpo on {bench.model}, reasoning_gym, 2 prompts × 4 completions, seed 3"
-    assert columns.split() == ["iteration", "state", "reward", "held-out", "signal", "tokens", "seconds", "alias"]
-    assert table[0].split() == ["0", "complete", "0.375", "0.5", "not", "defined", "3.25", "67.5", "champion"]
+    assert columns.split() == ["iteration", "state", "reward", "held-out", "signal", "tokens", "seconds", "gate"]
+    assert table[0].split() == ["0", "complete", "0.375", "0.5", "not", "defined", "3.25", "67.5", "passed"]
     assert table[1].split() == ["1", "begun", "-", "-", "-", "-", "1.5"]
     assert table[2].split()[:2] == ["2", "missing"]
-    assert table[4].startswith("1 of 3 iterations complete, outputs in ")
+    assert table[4] == "nobody works on it: rlstages run bench"
+    assert table[5].startswith("1 of 3 iterations complete, outputs in ")
+
+
+def test_who_works_on_a_run_and_what_was_asked_of_it(run: Any, bench: Any, rows: Any, console: Console) -> None:
+    """All runs in a row each, without one of their names; a deletion that was killed is no run."""
+    complete(run, bench, rows)
+    (run.store.path.parent / "gone.partial-1").mkdir()
+    shutil.copy(run.store.path / "run.json", run.store.path.parent / "gone.partial-1")
+    pause("bench", "lunch")
+    adjust("bench", ["learner.lr=0.5"])
+    with run.store.lock():
+        note_attempt(run.store)
+        status.print_runs(console)
+        head, row = lines(console)
+    assert head.split() == ["run", "iterations"]
+    assert re.fullmatch(
+        rf"bench +1 of 3 +process {os.getpid()} works on it; paused by .*: lunch; "
+        r"1 live changes: rlstages adjust bench",
+        row,
+    )
+    resume("bench")
+    status.print_runs(console)
+    assert "nobody works on it: rlstages run bench; 1 live changes" in lines(console)[1]
 
 
 def test_a_damaged_output_is_named(run: Any, bench: Any, rows: Any, console: Console) -> None:
@@ -209,4 +236,4 @@ def test_the_end_of_a_run(
     assert found["run folder"] == str(run.store.path)
     assert found["champion"] == "none yet"
     assert found["samples"] == "rlstages show bench --iteration 0"
-    assert "rlstages up" in found["Prefect UI"] and str(tmp_path / "mlflow.db") in found["MLflow UI"]
+    assert found["Prefect UI"] == "http://127.0.0.1:4200, after `rlstages up`" and "5000" in found["MLflow UI"]

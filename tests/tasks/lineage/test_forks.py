@@ -19,7 +19,8 @@ from rl_core.manifest import Ref, content_digest
 from rl_core.parent import Parent
 from rl_core.stages import STAGES
 from tasks.iterations import Iterations, Position
-from tasks.lineage.forks import check_deletable, delete, fork
+from tasks.lineage.deletion import check_deletable, delete
+from tasks.lineage.forks import fork
 from tasks.lineage.references import describe_lineage
 from tasks.live.adjustment_log import Adjustment, AdjustmentLog
 from tasks.storage.files import describe
@@ -330,14 +331,20 @@ def test_a_run_that_an_alias_leads_to_stays(parent: Any, mlflow_template: Path, 
         with pytest.raises(RunError, match="registered models lead to") as caught:
             call("parent")
         assert caught.value.got == "models:/model@champion is version 1"
-    exec(caught.value.todo.partition("in Python: ")[2].replace("mlflow.MlflowClient()", "client"), {"client": client})
-    delete("parent")
+    assert "--with-versions" in caught.value.todo
+    other = {**tags, "checkpoint_path": str(tmp_path / "elsewhere"), "evaluation_path": str(tmp_path / "elsewhere")}
+    client.create_model_version("model", "runs:/0/policies", tags=other)
+    assert check_deletable("parent", with_versions=True) > 0
+    delete("parent", with_versions=True)
     assert not parent.store.path.exists()
+    assert [version.version for version in client.search_model_versions("name='model'")] == [2], "another run's stays"
+    assert client.get_registered_model("model").aliases == {}
 
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
+import tasks.lineage.deletion as deletion
 import tasks.lineage.forks as lineage
 
 def die(*_, **__):
@@ -347,8 +354,8 @@ if sys.argv[1] == "fork":
     lineage.publish_folder = die
     lineage.fork("parent", "child", 2, "train", [])
 else:
-    lineage.shutil.rmtree = die
-    lineage.delete("parent")
+    deletion.shutil.rmtree = die
+    deletion.delete("parent")
 """
 
 
