@@ -187,13 +187,15 @@ def _slots(client: SyncPrefectClient, stores: list[RunStore], dead: set[UUID], f
 
 
 def _settled(client: SyncPrefectClient) -> list[Slots]:
-    """The slots, after a second look where counter and holders differ: one of them may just have changed."""
+    """The slots, as two looks in a row have seen them and with a holder each: a run may just change its slot."""
     deadline = time.monotonic() + _RECOUNT_SECONDS
+    found: list[Slots] = []
     while True:
-        found = read_slots(client)
-        if all(slots.used <= len(slots.holders) for slots in found) or time.monotonic() > deadline:
+        before, found = found, read_slots(client)
+        settled = found == before and all(slots.used <= len(slots.holders) for slots in found)
+        if settled or time.monotonic() > deadline:
             return found
-        time.sleep(1.0)
+        time.sleep(0.5)
 
 
 def _has_ended(client: SyncPrefectClient, task_run: UUID) -> bool:
