@@ -77,16 +77,17 @@ class Session:
             else:
                 if mode == "execute":  # what a dead process had begun elsewhere may be older than what is asked for
                     supersede(self.store.iteration_dir(iteration) / spec.name)
-                context = StageContext(
-                    config=config,
-                    iteration=iteration,
-                    inputs={n: Ref(path=str(self.store.resolve(r)), digest=r.digest) for n, r in inputs.items()},
-                    output=self.store.begin(iteration, spec.name, mark),
-                    facts=facts,
-                    base_model=self.base_model,
-                    previous=found[0] if found else None,
-                )
-                folder, manifest, new = self._execute(stage, context, identity, seed_key, mark, inputs, started)
+                with _taken_away(self.store.partial(iteration, spec.name, mark)):
+                    context = StageContext(
+                        config=config,
+                        iteration=iteration,
+                        inputs={n: Ref(path=str(self.store.resolve(r)), digest=r.digest) for n, r in inputs.items()},
+                        output=self.store.begin(iteration, spec.name, mark),
+                        facts=facts,
+                        base_model=self.base_model,
+                        previous=found[0] if found else None,
+                    )
+                    folder, manifest, new = self._execute(stage, context, identity, seed_key, mark, inputs, started)
         except BaseException as error:
             self._tell("failed", iteration, spec.name, error=error)
             raise
@@ -117,38 +118,34 @@ class Session:
         started: float,
     ) -> tuple[Path, Manifest, bool]:
         spec = stage.spec
-        try:
-            outcome, files = self._perform(stage, context)
-            manifest = Manifest(
-                run=self.store.name,
-                iteration=context.iteration,
-                stage=spec.name,
-                stage_version=spec.version,
-                fingerprint=mark,
-                identity=identity,
-                seed_key=seed_key,
-                inputs=inputs,
-                digest=content_digest(files),
-                files=files,
-                rows=outcome.rows,
-                metrics=outcome.metrics,
-                state=outcome.state,
-                measured={
-                    **outcome.measured,
-                    **({"detached": True} if self.iterations.is_detached(context.iteration) else {}),
-                    "seconds": time.monotonic() - started,
-                    "finished_at": now(),
-                    "finished_unix_seconds": time.time(),  # less "seconds": when it began, its slots in hand
-                    "execution": context.config.execution.model_dump(mode="json"),
-                },
-                code_version=code_version(),
-                parent=str(parent) if (parent := self.store.parent()) else None,
-            )
-            with storage_errors(context.output):
-                return self.store.publish(context.output, manifest)
-        except BaseException:
-            shutil.rmtree(context.output, ignore_errors=True)
-            raise
+        outcome, files = self._perform(stage, context)
+        manifest = Manifest(
+            run=self.store.name,
+            iteration=context.iteration,
+            stage=spec.name,
+            stage_version=spec.version,
+            fingerprint=mark,
+            identity=identity,
+            seed_key=seed_key,
+            inputs=inputs,
+            digest=content_digest(files),
+            files=files,
+            rows=outcome.rows,
+            metrics=outcome.metrics,
+            state=outcome.state,
+            measured={
+                **outcome.measured,
+                **({"detached": True} if self.iterations.is_detached(context.iteration) else {}),
+                "seconds": time.monotonic() - started,
+                "finished_at": now(),
+                "finished_unix_seconds": time.time(),  # less "seconds": when it began, its slots in hand
+                "execution": context.config.execution.model_dump(mode="json"),
+            },
+            code_version=code_version(),
+            parent=str(parent) if (parent := self.store.parent()) else None,
+        )
+        with storage_errors(context.output):
+            return self.store.publish(context.output, manifest)
 
     def _perform(self, stage: Stage[Any], context: StageContext) -> tuple[Outcome, list[FileEntry]]:
         name = stage.spec.name
@@ -231,6 +228,16 @@ def open_session(run: str, runs_dir: Path) -> Iterator[Session]:
         finally:
             del _OPEN[run]
             session.close(status)
+
+
+@contextmanager
+def _taken_away(attempt: Path) -> Iterator[None]:
+    """Whatever ends an attempt early, a signal while its folder is made too, leaves nothing of it."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(attempt, ignore_errors=True)
+        raise
 
 
 def current_session(run: str) -> Session:

@@ -7,8 +7,7 @@
 A folder under its final name is complete: it is written under `<fingerprint12>.partial-<pid>`, gets its manifest last,
 is synced and renamed. A second, different output of one fingerprint gets the suffix `-2`, `-3`, ...
 
-A forked run reads what lies before its fork point from its parent, at `../<parent>/iterations/...`, and never
-writes there.
+A forked run reads what lies before its fork point from its parent, `../<parent>/iterations/...`; it never writes there.
 """
 
 from __future__ import annotations
@@ -75,9 +74,9 @@ class RunStore:
 
     def record(self) -> dict[str, Any]:
         if not self.exists():
-            near = sorted(p.parent.name for p in self.path.parent.glob("*/run.json"))
-            place = f"a run below {self.path.parent}"
-            raise RunError(f"there is no run {self.name!r}", expected=", ".join(near) or place, got=self.name)
+            near = ", ".join(sorted(p.parent.name for p in self.path.parent.glob("*/run.json")))
+            wanted = near or f"a run below {self.path.parent}"
+            raise RunError(f"there is no run {self.name!r}", expected=wanted, got=self.name)
         return read_json(self.path / "run.json")
 
     def config(self) -> RunConfig:
@@ -115,8 +114,7 @@ class RunStore:
 
     def sweep(self) -> list[Path]:
         """Remove what dead attempts left behind and return it. Only under `lock()`."""
-        found = self.leftovers()
-        for path in found:
+        for path in (found := self.leftovers()):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         return found
 
@@ -148,8 +146,7 @@ class RunStore:
         """The absolute folder, without `..`: it goes into other stores, where this run may be unknown or gone."""
         return self.folder(ref.path)
 
-    def folder(self, path: str) -> Path:
-        """The absolute folder of a path in a record of this run."""
+    def folder(self, path: str) -> Path:  # of a path in a record of this run
         return Path(os.path.normpath(self.path / path))
 
     def relative(self, folder: Path) -> str:
@@ -157,9 +154,13 @@ class RunStore:
         return Path(os.path.relpath(folder, self.path)).as_posix()
 
     # -- outputs ------------------------------------------------------------------------------------------------------
+    def partial(self, iteration: int, stage: str, fingerprint: str) -> Path:
+        """The folder of this process's attempt of a stage, begun or not."""
+        return self.iteration_dir(iteration) / stage / f"{fingerprint[:12]}.partial-{os.getpid()}"
+
     def begin(self, iteration: int, stage: str, fingerprint: str) -> Path:
         """An empty folder for one attempt of a stage."""
-        partial = self.iteration_dir(iteration) / stage / f"{fingerprint[:12]}.partial-{os.getpid()}"
+        partial = self.partial(iteration, stage, fingerprint)
         with storage_errors(partial):
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)

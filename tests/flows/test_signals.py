@@ -77,8 +77,10 @@ def test_nothing_that_a_reward_started_outlives_the_flow(project: Any, numbers: 
     (project.folder / "hanging.py").write_text(HANGING)
     process = project.start("run", "smoke", "--set", "rewards.0.function=hanging:hangs", "--set", "rewards.0.params={}")
     project.wait_for(project.folder / "hangs", process)
-    before = commands(project)
-    assert sum("sleep 300" in command for command in before) >= 2 and len(project.workers()) >= 2
+    deadline = time.monotonic() + 30  # what was started may not be `sleep` yet
+    while sum("sleep 300" in command for command in commands(project)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert sum("sleep 300" in command for command in commands(project)) >= 2 and len(project.workers()) >= 2
     for number in numbers:
         os.kill(process.pid, number)
     left = left_after(project, 10)

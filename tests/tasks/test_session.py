@@ -212,6 +212,22 @@ def test_a_worker_that_is_killed_costs_its_stage(place: Place, quiet: Any) -> No
     assert [result.fingerprint for result in results] == [result.fingerprint for result in quiet[1]]
 
 
+def test_a_signal_while_the_folder_is_made_leaves_nothing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C comes when the attempt's folder is there and its work has not begun."""
+    store = place.create("early")
+    begin = RunStore.begin
+
+    def interrupted(*args: Any) -> Any:
+        assert begin(*args).is_dir()
+        raise KeyboardInterrupt
+
+    with place.opened("early") as session:
+        monkeypatch.setattr(RunStore, "begin", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            Steps(session, session.iterations.resume_position()).run("generate")
+        assert partials(store) == []
+
+
 @pytest.mark.slow
 def test_a_stage_past_its_limit_is_stopped(place: Place, quiet: Any) -> None:
     """The work itself ends, with its reward process; nothing is published; the next request finds a new worker."""
